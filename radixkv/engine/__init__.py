@@ -1,0 +1,22 @@
+"""The engine: admits requests, schedules steps, runs the model, samples, and releases.
+
+`Engine` is synchronous, one `step()` at a time. `AsyncEngine` runs one in a thread beside an event
+loop. The server needs nothing below this package, so it re-exports the request types.
+"""
+
+from radixkv.engine.async_engine import AsyncEngine, RequestStream
+from radixkv.engine.engine import Engine
+from radixkv.engine.stats import EngineHealth, EngineStats
+from radixkv.request import RequestOutput, RequestTimings, SamplingParams, TokenLogprob
+
+__all__ = [
+    "AsyncEngine",
+    "Engine",
+    "EngineHealth",
+    "EngineStats",
+    "RequestOutput",
+    "RequestStream",
+    "RequestTimings",
+    "SamplingParams",
+    "TokenLogprob",
+]

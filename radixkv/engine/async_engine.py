@@ -1,0 +1,318 @@
+"""An engine in a thread of its own, beside an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from radixkv.engine.engine import Engine, Output
+from radixkv.engine.stats import EngineHealth, EngineStats
+from radixkv.errors import EngineClosedError, QueueFullError, RequestRejectedError
+from radixkv.request import Namespace, RequestOutput, RequestTimings, SamplingParams
+
+if TYPE_CHECKING:
+    from radixkv.model.tokenizer import TokenizerLike
+
+__all__ = ["AsyncEngine", "RequestStream"]
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class RequestStream:
+    """An async iterator over one request's increments; the last has a `finish_reason`.
+
+    Belongs to the event loop. Abort it on every way out that isn't its end.
+    """
+
+    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self.timings = RequestTimings()
+        self._abort = abort
+        self._outputs: deque[RequestOutput] = deque()
+        self._arrived = asyncio.Event()
+        self._ended = False  # the last increment was delivered
+        self._aborted = False
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while not self._outputs:
+            if self._ended:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        output = self._outputs.popleft()
+        self._ended = self._ended or output.finish_reason is not None
+        return output
+
+    def abort(self) -> None:
+        """End the request now; no more text is delivered. Idempotent, and harmless at the end."""
+        if self._ended or self._aborted:
+            return
+        self._aborted = True
+        self._outputs.clear()
+        self._abort(self.request_id)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        if self._aborted:
+            if output.finish_reason is None:
+                return
+            # Whatever the engine was about to say, the client was told that it is over.
+            output = RequestOutput(
+                finish_reason="abort",
+                num_prompt_tokens=output.num_prompt_tokens,
+                num_cached_tokens=output.num_cached_tokens,
+                num_completion_tokens=output.num_completion_tokens,
+                timings=output.timings,
+            )
+        if output.timings is not None:
+            self.timings = output.timings
+        self._outputs.append(output)
+        self._arrived.set()
+
+
+class AsyncEngine:
+    """Owns the thread that drives an `Engine`, and the streams of its requests.
+
+    The event loop's side only appends to an inbox and reads plain numbers; the engine's state is
+    touched by its own thread alone, under a lock that is free while the model runs.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: TokenizerLike,
+        *,
+        model_name: str,
+        max_num_waiting: int = 1024,
+    ) -> None:
+        """Wrap an engine; `start` runs it.
+
+        Args:
+            engine: not used by anyone else from now on.
+            tokenizer: for the server.
+            model_name: the name the model is served under.
+            max_num_waiting: requests that may wait beside those that run; more are refused.
+        """
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.max_model_len = engine.max_model_len
+        self.vocab_size = engine.runner.vocab_size
+        self.block_size = engine.cache.block_size
+        self.max_num_waiting = max_num_waiting
+        self._streams: dict[str, RequestStream] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._accepting = False
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._step_started: float | None = None
+
+    async def start(self) -> None:
+        """Start the thread. The running event loop gets the outputs."""
+        self._loop = asyncio.get_running_loop()
+        self._accepting = True
+        self._thread = threading.Thread(target=self._main, name="radixkv-engine", daemon=True)
+        self._thread.start()
+
+    async def shutdown(self, drain_timeout_s: float = 0.0) -> None:
+        """Refuse new requests, let the running ones finish, end the rest, stop the thread.
+
+        Args:
+            drain_timeout_s: how long to let accepted requests go on; then they are aborted.
+        """
+        self._accepting = False
+        deadline = time.monotonic() + drain_timeout_s
+        while self._streams and self._failure is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        for request_id in list(self._streams):
+            self._post(lambda request_id=request_id: self._engine_abort(request_id))  # type: ignore[misc]
+        while self._streams and self._failure is None and self._thread is not None:
+            await asyncio.sleep(0.01)
+        self._stopping = True
+        self._notify()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        *,
+        namespace: Namespace = (),
+        request_id: str | None = None,
+    ) -> RequestStream:
+        """Hand a request to the engine; return its stream. Never blocks.
+
+        Args:
+            prompt_token_ids: `[n]` ids, 1 <= n < max_model_len.
+            params: how to sample and when to stop.
+            namespace: KV is shared within equal namespaces only.
+            request_id: must be unique among live requests; made up if None.
+
+        Raises:
+            ContextLengthError: the prompt leaves no room for an answer.
+            QueueFullError: too many requests wait already.
+            EngineClosedError: the engine is draining, stopped or failed.
+            RequestRejectedError: the prompt is empty or has ids outside the vocabulary.
+        """
+        if self._failure is not None:
+            raise EngineClosedError("the engine has failed; the server must be restarted")
+        if not self._accepting:
+            raise EngineClosedError("the server is shutting down")
+        try:
+            prompt = self.engine.validate(prompt_token_ids, params)  # type: ignore[arg-type]
+            if len(self._streams) >= self.engine.limits.max_num_seqs + self.max_num_waiting:
+                raise QueueFullError(
+                    f"{len(self._streams)} requests are running or waiting; try again later"
+                )
+            request_id = request_id or f"req-{uuid.uuid4().hex}"
+            if request_id in self._streams:
+                raise RequestRejectedError(f"request id {request_id!r} is in use")
+        except RequestRejectedError:
+            self.engine.num_rejected += 1
+            raise
+        stream = self._streams[request_id] = RequestStream(request_id, self._request_abort)
+        arrival = time.monotonic()
+
+        def add() -> None:
+            try:
+                self.engine.add_request(
+                    stream.request_id, prompt, params, namespace=namespace, arrival=arrival
+                )
+            except Exception as error:  # its stream must end all the same
+                log.exception("request %s could not be added", stream.request_id)
+                self._send([_failure(stream.request_id, error)])
+
+        self._post(add)
+        return stream
+
+    def stats(self) -> EngineStats:
+        """Return a consistent snapshot; waits for the bookkeeping of a step at most."""
+        with self._lock:
+            return self.engine.stats()
+
+    def health(self) -> EngineHealth:
+        """Return whether the engine is fit to answer. Never blocks."""
+        started = self._step_started
+        return EngineHealth(
+            alive=self._thread is not None and self._thread.is_alive() and self._failure is None,
+            accepting=self._accepting and self._failure is None,
+            busy=bool(self._streams),
+            seconds_in_step=0.0 if started is None else time.monotonic() - started,
+            num_running=len(self.engine.scheduler.running),
+            num_waiting=len(self.engine.scheduler.waiting),
+        )
+
+    async def check_integrity(self) -> None:
+        """Recompute the cache's counts between two steps.
+
+        Raises:
+            CacheCorruptionError: see `RadixCache.check_integrity`.
+        """
+        await self._call(self.engine.cache.check_integrity)
+
+    async def flush_cache(self) -> int:
+        """Drop everything cached; return how many blocks became free.
+
+        Raises:
+            RequestRejectedError: requests hold blocks (code "busy").
+        """
+
+        def flush() -> int:
+            if self.engine.has_work:
+                held = self.engine.cache.num_referenced_blocks
+                raise RequestRejectedError(
+                    f"the cache is in use: {len(self.engine.requests)} requests hold {held} blocks",
+                    code="busy",
+                )
+            return self.engine.cache.reset()
+
+        return await self._call(flush)
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Run a function in the engine's thread, between two steps."""
+        if self._thread is None or self._failure is not None:
+            raise EngineClosedError("the engine isn't running")
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # handed to the caller, whatever it is
+                future.set_exception(error)
+
+        self._post(run)
+        return await asyncio.wrap_future(future)
+
+    def _request_abort(self, request_id: str) -> None:
+        self._post(lambda: self._engine_abort(request_id))
+
+    def _engine_abort(self, request_id: str) -> None:
+        self._send(self.engine.abort(request_id))
+
+    def _post(self, action: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(action)
+            self._wake.notify()
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
+
+    def _main(self) -> None:
+        try:
+            while self._wait_for_work():
+                with self._lock:
+                    while self._inbox:
+                        self._inbox.popleft()()
+                self._step_started = time.monotonic()
+                self._send(self.engine.step(self._lock))
+                self._step_started = None
+        except BaseException as error:
+            log.exception("the engine's thread failed")
+            self._failure = error
+            self._fail_all(error)
+
+    def _wait_for_work(self) -> bool:
+        with self._wake:
+            while not (self._inbox or self.engine.has_work or self._stopping):
+                self._wake.wait()
+            return bool(self._inbox or self.engine.has_work) or not self._stopping
+
+    def _fail_all(self, error: BaseException) -> None:
+        self._send([_failure(request_id, error) for request_id in list(self._streams)])
+
+    def _send(self, outputs: list[Output]) -> None:
+        if outputs and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for item in outputs:
+            stream = self._streams.get(item.request_id)
+            if stream is None:
+                continue
+            if item.output.finish_reason is not None:
+                del self._streams[item.request_id]
+            stream._deliver(item.output)
+
+
+def _failure(request_id: str, error: BaseException) -> Output:
+    message = f"the engine failed: {type(error).__name__}"
+    return Output(request_id, RequestOutput(finish_reason="error", error=message))

@@ -1,0 +1,77 @@
+"""What the engine tells about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["EngineHealth", "EngineStats", "hit_rate"]
+
+
+def hit_rate(hit: int, looked_up: int) -> float | None:
+    """Return the share of looked-up tokens that were hits; None before any lookup."""
+    return hit / looked_up if looked_up else None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """Whether the engine is fit to answer.
+
+    Attributes:
+        alive: its thread runs and has not failed.
+        accepting: it takes new requests (False while it drains).
+        busy: it has requests.
+        seconds_in_step: how long the current step has been running; 0 between steps.
+    """
+
+    alive: bool
+    accepting: bool
+    busy: bool
+    seconds_in_step: float
+    num_running: int
+    num_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A consistent snapshot of all counters, which never decrease, and gauges.
+
+    `tokens_looked_up` counts the prompt tokens of admitted requests, `tokens_hit` those reused at
+    first admission, `tokens_computed` prompt tokens computed for the first time; what a resumed
+    request finds or computes again is in `tokens_rehit` and `tokens_recomputed`.
+    """
+
+    uptime_s: float
+    num_running: int
+    num_waiting: int
+    oldest_wait_s: float
+    tokens_looked_up: int
+    tokens_hit: int
+    tokens_rehit: int
+    tokens_computed: int
+    tokens_recomputed: int
+    tokens_generated: int
+    requests_admitted: int
+    requests_rejected: int
+    requests_finished: dict[str, int]
+    preemptions: int
+    block_size: int
+    bytes_per_block: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_referenced: int
+    evicted_blocks: int
+    copied_blocks: int
+    nodes: int
+    leaves: int
+    steps: int
+    step_time_s: float
+    last_step_age_s: float
+    windows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    namespaces: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain types."""
+        return dataclasses.asdict(self)

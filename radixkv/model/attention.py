@@ -1,0 +1,103 @@
+"""What the decoder asks of an attention backend, and what a backend is told about a batch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixkv.model.kv_pool import KVPool
+
+__all__ = ["AttentionBackend", "AttentionMetadata", "PrefixGroup"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Sequences of a batch that share a run of blocks, so that it is read once for all of them.
+
+    Sequences `first_seq` (inclusive) to `last_seq` (exclusive) have the same block ids at table
+    positions `first_block` (inclusive) to `last_block` (exclusive), and every token in those
+    blocks lies before the first new token of each of them. Groups nest: a group of a deeper level
+    covers a subrange of the sequences of the level above and begins where that one ends.
+    """
+
+    first_seq: int
+    last_seq: int
+    first_block: int
+    last_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """One batch, described on the host. The batch is flat: sequence i owns query rows
+    `query_start_loc[i]` to `query_start_loc[i + 1]`.
+
+    Attributes:
+        query_start_loc: `[num_seqs + 1]` int32.
+        seq_lens: `[num_seqs]` int32, tokens that the last query row of the sequence attends to,
+            the new ones included; `seq_lens[i] - query_len[i]` tokens were in the pool before.
+        block_tables: per sequence, int32 `[>= ceil(seq_len / block_size)]`; entries past the
+            length must not be read.
+        slot_mapping: `[num_tokens]` int64, the slot that each new token's K and V go to.
+        groups: shared runs, parents before children; the sequences are ordered so that every
+            group is a contiguous range of at least two of them.
+    """
+
+    query_start_loc: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    block_tables: tuple[npt.NDArray[np.int32], ...]
+    slot_mapping: npt.NDArray[np.int64]
+    groups: tuple[PrefixGroup, ...] = ()
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the batch."""
+        return len(self.seq_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query rows in the batch."""
+        return int(self.query_start_loc[-1])
+
+
+class AttentionBackend(ABC):
+    """Causal attention of new tokens over a paged KV pool.
+
+    `plan` is called once a step, then `run` once a layer.
+    """
+
+    def __init__(
+        self, pool: KVPool, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+    ) -> None:
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads ({num_kv_heads}), got {num_heads}"
+            )
+        self.pool = pool
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = scale
+
+    @abstractmethod
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Prepare the batch described by `metadata`; valid until the next call."""
+
+    @abstractmethod
+    def run(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Write the new K and V into the pool and return the attention output.
+
+        Args:
+            layer: index into the pool's layers.
+            query: `[num_tokens, num_heads, head_dim]`, rotated.
+            key, value: `[num_tokens, num_kv_heads, head_dim]`, key rotated; they may be strided
+                views, with the last dimension contiguous.
+
+        Returns:
+            `[num_tokens, num_heads, head_dim]`, in the query's dtype.
+        """

@@ -1,0 +1,73 @@
+"""The tensors that hold K and V of every block. See docs/kv_layout.md for the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["KVPool", "kv_bytes_per_block"]
+
+
+def kv_bytes_per_block(
+    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Return the bytes that one block takes: K and V, all layers."""
+    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+class KVPool:
+    """Owns `[2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]` of K and V.
+
+    Which block holds what is the cache's business; the pool only stores and copies.
+
+    Attributes:
+        k, v: per layer, a view `[num_blocks, block_size, num_kv_heads, head_dim]`.
+        k_slots, v_slots: per layer, the same memory as `[num_blocks * block_size, num_kv_heads,
+            head_dim]`, indexed by slot (`block_id * block_size + offset`).
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.device = torch.device(device)
+        # Zeros, not empty: the operating system hands out zero pages lazily, so this costs nothing
+        # until a block is used, and a slot never written can't hold a NaN.
+        self.data = torch.zeros(
+            (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim),
+            dtype=dtype,
+            device=self.device,
+        )
+        self.k = list(self.data[0].unbind(0))
+        self.v = list(self.data[1].unbind(0))
+        self.k_slots = [k.view(num_blocks * block_size, num_kv_heads, head_dim) for k in self.k]
+        self.v_slots = [v.view(num_blocks * block_size, num_kv_heads, head_dim) for v in self.v]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool."""
+        return self.data.nbytes
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, all layers, for (source, destination) pairs, in one call.
+
+        No destination may appear twice or be a source of the same call.
+        """
+        if not pairs:
+            return
+        src = torch.tensor([s for s, _ in pairs], dtype=torch.int64, device=self.device)
+        dst = torch.tensor([d for _, d in pairs], dtype=torch.int64, device=self.device)
+        self.data.index_copy_(2, dst, self.data.index_select(2, src))

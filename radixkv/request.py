@@ -1,0 +1,192 @@
+"""What a caller asks of the engine, and what it gets back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from radixkv.errors import RequestRejectedError
+
+__all__ = ["FinishReason", "Namespace", "RequestOutput", "SamplingParams", "TokenLogprob"]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+Namespace = tuple[str, ...]
+"""Typed fields (tenant, cache salt, adapter) that separate caches; () is the shared default.
+
+Two requests share KV only if every field is equal; the fields are length-prefixed when they are
+hashed, so that ("ab", "c") and ("a", "bc") differ.
+"""
+
+MAX_STOP_STRINGS = 64
+MAX_LOGPROBS = 20
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    # Written so that NaN fails: every comparison with NaN is false.
+    if not (low <= value <= high):
+        raise RequestRejectedError(
+            f"{name} must be between {low:g} and {high:g}, got {value:g}", param=name
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Validated on construction.
+
+    Attributes:
+        temperature: 0 is greedy; values under 1e-3 are treated as greedy. Range 0 to 2.
+        top_p: nucleus mass in (0, 1]. Source: Holtzman et al. 2020, arXiv:1904.09751.
+        top_k: number of most likely tokens kept; 0 or -1 keeps all.
+        min_p: tokens under min_p times the largest probability are dropped. Range 0 to 1.
+            Source: arXiv:2407.01082.
+        seed: makes sampling reproducible; None draws a fresh seed.
+        repetition_penalty: divides (multiplies) positive (negative) logits of tokens in the prompt
+            and the output; 1 is off, range (0, 10]. Source: CTRL, arXiv:1909.05858.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output,
+            once or per occurrence; -2 to 2.
+        stop: strings that end the answer and are not part of it.
+        stop_token_ids: token ids that end the answer, beside the model's own end tokens.
+        max_tokens: most tokens to generate; None means up to the context length.
+        min_tokens: end tokens are masked until this many are generated.
+        ignore_eos: the model's end tokens do not end the answer.
+        logprobs: number of most likely alternatives to report per token (0: only the chosen
+            one); None reports nothing. They are taken before temperature and penalties.
+        logit_bias: (token id, bias) pairs added to the logits, bias -100 to 100.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        RequestRejectedError: a value is out of range; `param` names the field.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise RequestRejectedError("top_p must be greater than 0", param="top_p")
+        if self.top_k < -1:
+            raise RequestRejectedError(f"top_k must be at least -1, got {self.top_k}", param="top_k")
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0)
+        if self.repetition_penalty == 0.0:
+            raise RequestRejectedError(
+                "repetition_penalty must be greater than 0", param="repetition_penalty"
+            )
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None and not (-(2**63) <= self.seed < 2**63):
+            raise RequestRejectedError("seed must fit in a signed 64-bit integer", param="seed")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestRejectedError(
+                f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}",
+                param="stop",
+            )
+        if any(not s for s in self.stop):
+            raise RequestRejectedError("stop must not contain an empty string", param="stop")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise RequestRejectedError(
+                f"max_tokens must be at least 1, got {self.max_tokens}", param="max_tokens"
+            )
+        if self.min_tokens < 0:
+            raise RequestRejectedError(
+                f"min_tokens must be at least 0, got {self.min_tokens}", param="min_tokens"
+            )
+        if self.logprobs is not None and not (0 <= self.logprobs <= MAX_LOGPROBS):
+            raise RequestRejectedError(
+                f"logprobs must be between 0 and {MAX_LOGPROBS}, got {self.logprobs}",
+                param="logprobs",
+            )
+        for _, bias in self.logit_bias:
+            if not (math.isfinite(bias) and -100.0 <= bias <= 100.0):
+                raise RequestRejectedError(
+                    f"logit_bias values must be between -100 and 100, got {bias:g}",
+                    param="logit_bias",
+                )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of one generated token and of its most likely alternatives.
+
+    Attributes:
+        token_id: the generated token.
+        logprob: its natural-log probability.
+        top: (token id, logprob) pairs, most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One increment of an answer. The last one, and only it, has a `finish_reason`.
+
+    Attributes:
+        text: new text; whole characters only, and never a part of a stop string.
+        token_ids: newly generated token ids (the ids that produced text still held back too).
+        logprobs: one entry per new token id when asked for.
+        finish_reason: "stop", "length", "abort" or "error" on the last increment.
+        stop_reason: the stop string or token id that ended the answer, if one did.
+        error: the message when `finish_reason` is "error".
+        num_prompt_tokens: tokens of the prompt.
+        num_cached_tokens: prompt tokens whose KV was reused, fixed at first admission; at most
+            num_prompt_tokens - 1.
+        num_completion_tokens: tokens generated so far.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+    timings: RequestTimings | None = None
+
+
+@dataclass(slots=True)
+class RequestTimings:
+    """When things happened to a request, in seconds of the monotonic clock; None: not yet."""
+
+    arrival: float = 0.0
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+    inter_token: list[float] = field(default_factory=list)
