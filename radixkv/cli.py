@@ -1,0 +1,172 @@
+"""The command line: `radixkv serve` and `radixkv pull`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import logging
+import sys
+import time
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from radixkv import __version__
+from radixkv.config import ServeConfig, format_bytes, load_config
+from radixkv.errors import RadixKVError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="radixkv",
+    help="Serve language models to multi-turn agents from a radix tree of KV blocks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def serve(config: str | None = None, **options: str | None) -> None:
+    """Load a model and serve it over the OpenAI API until SIGTERM or Ctrl-C."""
+    console = Console(stderr=True)
+    began = time.monotonic()
+    try:
+        settings = load_config(options, config_file=config)
+        logging.basicConfig(
+            level=settings.log_level.upper(),
+            format="%(name)s: %(message)s",
+            handlers=[RichHandler(console=console, show_path=False)],
+        )
+        # Imported late: `--help` and a refused option should not wait for torch.
+        from radixkv.engine.factory import build_engine
+
+        with console.status("loading the model"):
+            built = build_engine(settings, console=console)
+    except RadixKVError as error:
+        _fail(error)
+    from radixkv.server.app import create_app
+    from radixkv.server.config import ServerConfig
+    from radixkv.server.run import run_server
+
+    def on_ready(url: str) -> None:
+        engine = built.engine
+        console.print(
+            f"[bold]{engine.model_name}[/bold] ({built.dtype}, "
+            f"{format_bytes(built.weight_bytes)} of weights) is ready after "
+            f"{time.monotonic() - began:.1f} s\n"
+            f"KV cache: {built.num_blocks} blocks of {built.block_size} tokens, "
+            f"{format_bytes(built.bytes_per_block)} each, {format_bytes(built.kv_bytes)} in all; "
+            f"up to {engine.max_model_len} tokens a request\n"
+            f"Listening on [bold]{url}[/bold] (cache report: {url}/admin/cache). Try:\n",
+            highlight=False,
+        )
+        console.print(_example(url, engine.model_name, settings), highlight=False, soft_wrap=True)
+
+    application = create_app(
+        built.engine,
+        ServerConfig(
+            api_key=settings.api_key,
+            max_body_bytes=settings.max_body_size,
+            request_timeout_s=settings.request_timeout,
+            session_idle_s=settings.session_idle,
+            max_sessions=settings.max_sessions,
+            drain_timeout_s=settings.drain_timeout,
+        ),
+    )
+    try:
+        code = asyncio.run(
+            run_server(application, settings.host, settings.port, on_ready=on_ready)
+        )
+    except OSError as error:
+        reason = error.strerror or error
+        _fail(f"--host {settings.host} --port {settings.port} can't be listened on: {reason}")
+    raise typer.Exit(code)
+
+
+@app.command()
+def pull() -> None:
+    """Fetch and convert the default model, so that `serve` starts at once."""
+    console = Console(stderr=True)
+    try:
+        from radixkv.model.pull import ensure_default_model
+
+        path = ensure_default_model(console=console)
+    except RadixKVError as error:
+        _fail(error)
+    typer.echo(path)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def _fail(error: object) -> NoReturn:
+    print(f"radixkv: error: {error}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def _example(url: str, model: str, settings: ServeConfig) -> str:
+    body = {"model": model, "messages": [{"role": "user", "content": "What is a radix tree?"}]}
+    key = " -H 'Authorization: Bearer '$RADIXKV_API_KEY" if settings.api_key else ""
+    return (
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"-d '{json.dumps(body)}'"
+    )
+
+
+def _add_serve_command() -> None:
+    """Register `serve` with one text option per field of `ServeConfig`.
+
+    Values stay text until `load_config`, which treats the command line, the environment and the
+    file alike and words every refusal.
+    """
+    parameters = [
+        _parameter("config", "TOML file with any of these options.", "FILE"),
+        *(
+            _parameter(
+                option.name,
+                f"{option.metadata['help']} Accepts {option.metadata['accepts']}."
+                f"{_shown_default(option)}",
+                "TEXT",
+            )
+            for option in dataclasses.fields(ServeConfig)
+        ),
+    ]
+    serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    serve.__annotations__ = {p.name: p.annotation for p in parameters}
+    app.command()(serve)
+
+
+def _shown_default(option: dataclasses.Field[Any]) -> str:
+    default = option.default
+    if default is None:
+        return ""
+    if option.name == "max_body_size":
+        default = format_bytes(default)
+    return f" Default: {str(default).lower() if isinstance(default, bool) else default}."
+
+
+def _parameter(name: str, help_text: str, metavar: str) -> inspect.Parameter:
+    flag = "--" + name.replace("_", "-")
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            str | None, typer.Option(flag, help=help_text, metavar=metavar, show_default=False)
+        ],
+    )
+
+
+_add_serve_command()

@@ -1,0 +1,250 @@
+"""Every option of the server: its default, its accepted range, and where its value comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from radixkv.errors import ConfigError
+
+__all__ = ["ServeConfig", "format_bytes", "load_config", "parse_bytes"]
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3,
+    "ki": 1024, "kib": 1024, "mi": 1024**2, "mib": 1024**2, "gi": 1024**3, "gib": 1024**3,
+}  # fmt: skip
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that "512MiB", "4GB" or "1000000" means.
+
+    Raises:
+        ValueError: it isn't a size.
+
+    >>> parse_bytes("1.5GiB")
+    1610612736
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{text!r} is not a size in bytes")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_bytes(count: int) -> str:
+    """Return a size for people.
+
+    >>> format_bytes(368640)
+    '360 KiB'
+    """
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+def _integer(low: int, high: int) -> tuple[Callable[[str], int], str]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise ValueError
+        return value
+
+    return parse, f"a whole number from {low} to {high}"
+
+
+def _number(low: float, high: float) -> tuple[Callable[[str], float], str]:
+    def parse(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high:  # NaN fails this too
+            raise ValueError
+        return value
+
+    return parse, f"a number from {low:g} to {high:g}"
+
+
+def _choice(*values: str) -> tuple[Callable[[str], str], str]:
+    def parse(text: str) -> str:
+        if text not in values:
+            raise ValueError
+        return text
+
+    return parse, "one of " + ", ".join(values)
+
+
+def _flag() -> tuple[Callable[[str], bool], str]:
+    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    return lambda text: known[text.lower()], "true or false"
+
+
+def _text(what: str = "text that is not empty") -> tuple[Callable[[str], str], str]:
+    def parse(text: str) -> str:
+        if not text:
+            raise ValueError
+        return text
+
+    return parse, what
+
+
+def _size(low: int) -> tuple[Callable[[str], int], str]:
+    def parse(text: str) -> int:
+        value = parse_bytes(text)
+        if value < low:
+            raise ValueError
+        return value
+
+    return parse, f"a size of at least {format_bytes(low)}, such as 512MiB or 4GiB"
+
+
+def _auto(inner: tuple[Callable[[str], Any], str]) -> tuple[Callable[[str], Any], str]:
+    parse, accepts = inner
+    return lambda text: None if text == "auto" else parse(text), f"auto, or {accepts}"
+
+
+def _option(default: Any, kind: tuple[Callable[[str], Any], str], help_text: str) -> Any:
+    parse, accepts = kind
+    return field(default=default, metadata={"parse": parse, "accepts": accepts, "help": help_text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """The options of `radixkv serve`. None stands for "auto" or "not set".
+
+    Each is `--max-num-seqs` on the command line, `RADIXKV_MAX_NUM_SEQS` in the environment and
+    `max-num-seqs` in the TOML file, in this order of precedence.
+    """
+
+    model: str | None = _option(
+        None,
+        _text("a directory, a .gguf file or a hub id"),
+        "Directory of safetensors, a .gguf file, or a hub id. Default: SmolLM2-135M-Instruct.",
+    )
+    served_model_name: str | None = _option(
+        None, _text(), "Name of the model in the API. Default: the model's own."
+    )
+    load_format: str = _option(
+        "auto", _choice("auto", "dummy"), "dummy gives random weights for the config."
+    )
+    dtype: str = _option(
+        "auto",
+        _choice("auto", "bfloat16", "float16", "float32"),
+        "Type of weights and KV. auto: the model's own.",
+    )
+    device: str = _option(
+        "cpu", _choice("cpu"), "Where the model runs."
+    )
+    threads: int | None = _option(
+        None, _auto(_integer(1, 1024)), "Threads of the model. auto: one per physical core."
+    )
+    kv_cache_memory: int | None = _option(
+        None,
+        _auto(_size(1024)),
+        "Memory for KV blocks. auto: a third of what is available, at most 4 GiB.",
+    )
+    block_size: int = _option(16, _integer(1, 256), "Tokens in a block.")
+    prefix_caching: bool = _option(True, _flag(), "Keep and reuse KV across requests.")
+    max_model_len: int | None = _option(
+        None,
+        _auto(_integer(2, 10_000_000)),
+        "Tokens of prompt and answer together. auto: the model's, as far as the blocks suffice.",
+    )
+    max_num_seqs: int = _option(64, _integer(1, 4096), "Requests that run at once.")
+    max_num_batched_tokens: int = _option(
+        256, _integer(1, 1_000_000), "Tokens computed in one step; at least max-num-seqs."
+    )
+    max_num_waiting: int = _option(
+        1024, _integer(0, 1_000_000), "Requests that may wait; more get status 429."
+    )
+    host: str = _option("127.0.0.1", _text("an address"), "Address to listen on.")
+    port: int = _option(8000, _integer(0, 65535), "Port to listen on; 0 picks a free one.")
+    api_key: str | None = _option(None, _text(), "Key that clients must send as a bearer token.")
+    max_body_size: int = _option(
+        16 * 1024**2, _size(1024), "Largest request body; more gets status 413."
+    )
+    request_timeout: float | None = _option(
+        None, _auto(_number(0.1, 86400)), "Seconds after which a request is ended. auto: never."
+    )
+    drain_timeout: float = _option(
+        30.0, _number(0, 3600), "Seconds that running requests may go on after SIGTERM."
+    )
+    session_idle: float = _option(
+        3600.0, _number(1, 31_536_000), "Seconds after which an unused session is dropped."
+    )
+    max_sessions: int = _option(10_000, _integer(1, 10_000_000), "Sessions kept at once.")
+    log_level: str = _option(
+        "info", _choice("debug", "info", "warning", "error"), "What is logged."
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens must be at least --max-num-seqs ({self.max_num_seqs}), "
+                f"got {self.max_num_batched_tokens}"
+            )
+
+
+def load_config(
+    cli: Mapping[str, str | None],
+    *,
+    config_file: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> ServeConfig:
+    """Combine command line, environment and file into a checked configuration.
+
+    Args:
+        cli: option name with underscores to its text; None where it wasn't given.
+        config_file: a TOML file, or None to look at RADIXKV_CONFIG.
+        environ: where `RADIXKV_*` is looked up.
+
+    Raises:
+        ConfigError: one line that names the option, where it came from, and what it accepts.
+    """
+    options = {option.name: option for option in dataclasses.fields(ServeConfig)}
+    config_file = config_file or environ.get("RADIXKV_CONFIG")
+    from_file = _read_file(config_file, options) if config_file else {}
+    values: dict[str, Any] = {}
+    for name, option in options.items():
+        flag = "--" + name.replace("_", "-")
+        variable = "RADIXKV_" + name.upper()
+        if (text := cli.get(name)) is not None:
+            source = flag
+        elif (text := environ.get(variable)) is not None:
+            source = f"{variable} ({flag})"
+        elif (text := from_file.get(name)) is not None:
+            source = f"{flag} in {config_file}"
+        else:
+            continue
+        try:
+            values[name] = option.metadata["parse"](text)
+        except (ValueError, KeyError):
+            shown = "the value given" if name == "api_key" else repr(text)
+            raise ConfigError(
+                f"{source} must be {option.metadata['accepts']}, got {shown}"
+            ) from None
+    return ServeConfig(**values)
+
+
+def _read_file(path: str, options: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path} can't be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not a TOML file: {error}") from None
+    values = {}
+    for key, value in data.items():
+        name = key.replace("-", "_")
+        if name not in options:
+            raise ConfigError(f"--config {path}: there is no option {key!r}")
+        if not isinstance(value, str | int | float):
+            raise ConfigError(f"--config {path}: {key} must be a text, a number or a truth value")
+        values[name] = str(value)
+    return values
