@@ -31,7 +31,7 @@ def load_conversations(count: int, turns: int, folder: Path | None = None) -> li
     """
     folder = folder or data_dir()
     tools = json.loads((folder / "airline_tools.json").read_text(encoding="utf-8"))
-    conversations = []
+    conversations: list[Conversation] = []
     with (folder / "airline_agent.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
             if len(conversations) == count:

@@ -15,6 +15,7 @@ import asyncio
 import json
 import statistics
 import time
+from collections import Counter
 from typing import Any
 
 import aiohttp
@@ -74,7 +75,7 @@ def figures(samples: list[Sample], wall_s: float) -> dict[str, Any]:
     prompt = sum(s.prompt_tokens for s in good)
     return {
         "requests": len(samples),
-        "errors": [s.error for s in samples if s.error],
+        "errors": dict(Counter(s.error for s in samples if s.error).most_common(5)),
         "prompt_tokens": prompt,
         "cached_tokens": sum(s.cached_tokens for s in good),
         "output_tokens": sum(s.completion_tokens for s in good),

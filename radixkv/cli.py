@@ -149,7 +149,7 @@ def _add_serve_command() -> None:
 
 
 def _shown_default(option: dataclasses.Field[Any]) -> str:
-    default = option.default
+    default: Any = option.default
     if default is None:
         return ""
     if option.name == "max_body_size":

@@ -157,8 +157,10 @@ class ServeConfig:
         "Tokens of prompt and answer together. auto: the model's, as far as the blocks suffice.",
     )
     max_num_seqs: int = _option(64, _integer(1, 4096), "Requests that run at once.")
-    max_num_batched_tokens: int = _option(
-        256, _integer(1, 1_000_000), "Tokens computed in one step; at least max-num-seqs."
+    max_num_batched_tokens: int | None = _option(
+        None,
+        _auto(_integer(1, 1_000_000)),
+        "Tokens computed in one step; at least max-num-seqs. auto: 256, or more if that needs it.",
     )
     max_num_waiting: int = _option(
         1024, _integer(0, 1_000_000), "Requests that may wait; more get status 429."
@@ -184,7 +186,10 @@ class ServeConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if (
+            self.max_num_batched_tokens is not None
+            and self.max_num_batched_tokens < self.max_num_seqs
+        ):
             raise ConfigError(
                 f"--max-num-batched-tokens must be at least --max-num-seqs ({self.max_num_seqs}), "
                 f"got {self.max_num_batched_tokens}"

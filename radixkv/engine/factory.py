@@ -27,6 +27,9 @@ __all__ = ["BuiltEngine", "available_memory", "build_engine"]
 
 AUTO_KV_CACHE_LIMIT = 4 * 1024**3
 AUTO_KV_CACHE_SHARE = 3  # auto takes at most this part of the available memory
+# A step is as long as its tokens, and every running answer waits for it: on a CPU this keeps the
+# gap between two tokens small, and larger chunks are hardly faster per token.
+AUTO_BATCHED_TOKENS = 256
 WARM_UP_TOKENS = 32
 
 
@@ -100,7 +103,11 @@ def build_engine(config: ServeConfig, *, console: Console | None = None) -> Buil
         runner,
         loaded.tokenizer,
         RadixCache(num_blocks, config.block_size, enabled=config.prefix_caching),
-        EngineLimits(max_model_len, config.max_num_seqs, config.max_num_batched_tokens),
+        EngineLimits(
+            max_model_len,
+            config.max_num_seqs,
+            config.max_num_batched_tokens or max(AUTO_BATCHED_TOKENS, config.max_num_seqs),
+        ),
         eos_token_ids=loaded.tokenizer.eos_token_ids | set(model.eos_token_ids),
         bytes_per_block=bytes_per_block,
     )
