@@ -131,7 +131,8 @@ class ServeConfig:
         None, _text(), "Name of the model in the API. Default: the model's own."
     )
     load_format: str = _option(
-        "auto", _choice("auto", "dummy"), "dummy gives random weights for the config."
+        "auto", _choice("auto", "safetensors", "gguf", "dummy"),
+        "dummy gives random weights for the config.json of --model.",
     )
     dtype: str = _option(
         "auto",

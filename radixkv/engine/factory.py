@@ -21,9 +21,9 @@ from radixkv.model.attention import AttentionMetadata
 from radixkv.model.config import ModelConfig
 from radixkv.model.cpu_attention import CpuAttention
 from radixkv.model.kv_pool import KVPool, kv_bytes_per_block
-from radixkv.model.loader import load_model
+from radixkv.model.loader import LoadedModel, load_model
 
-__all__ = ["BuiltEngine", "available_memory", "build_engine"]
+__all__ = ["BuiltEngine", "assemble_engine", "available_memory", "build_engine"]
 
 AUTO_KV_CACHE_LIMIT = 4 * 1024**3
 AUTO_KV_CACHE_SHARE = 3  # auto takes at most this part of the available memory
@@ -61,7 +61,7 @@ def build_engine(config: ServeConfig, *, console: Console | None = None) -> Buil
 
     Args:
         config: checked options.
-        console: where progress is shown; None shows nothing.
+        console: where progress is shown; None is stderr.
 
     Raises:
         ConfigError: an option does not fit the model or this machine; the message names it.
@@ -73,8 +73,18 @@ def build_engine(config: ServeConfig, *, console: Console | None = None) -> Buil
         dtype=config.dtype,
         device=config.device,
         load_format=config.load_format,
+        max_model_len=config.max_model_len,
         console=console,
     )
+    return assemble_engine(loaded, config)
+
+
+def assemble_engine(loaded: LoadedModel, config: ServeConfig) -> BuiltEngine:
+    """Put an engine around a loaded model; several engines may share one model's weights.
+
+    Raises:
+        ConfigError: as for `build_engine`.
+    """
     model, dtype = loaded.config, loaded.decoder.dtype
     bytes_per_block = kv_bytes_per_block(
         model.num_layers, config.block_size, model.num_kv_heads, model.head_dim, dtype
