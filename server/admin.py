@@ -1,0 +1,105 @@
+"""Routes for the one who runs the server: cache numbers, flush, integrity check, metrics."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from radixkv.errors import CacheCorruptionError
+from radixkv.server.body import json_response
+from radixkv.server.errors import ApiError, error_body
+from radixkv.server.state import STATE
+
+if TYPE_CHECKING:
+    from radixkv.engine import EngineStats
+
+__all__ = ["cache_report", "cache_stats", "check", "flush", "metrics"]
+
+logger = logging.getLogger(__name__)
+
+
+async def cache_stats(request: web.Request) -> web.Response:
+    """`GET /admin/cache`: what was reused, and where the blocks are."""
+    state = request.app[STATE]
+    report = cache_report(state.engine.stats())
+    report["model"] = state.model_name
+    report["sessions"] = len(state.sessions)
+    return json_response(report)
+
+
+async def flush(request: web.Request) -> web.Response:
+    """`POST /admin/cache/flush` and `/flush_cache`: drop every cached block, or say why not."""
+    freed = await request.app[STATE].engine.flush_cache()
+    return json_response({"success": True, "freed_blocks": freed})
+
+
+async def check(request: web.Request) -> web.Response:
+    """`GET /admin/check`: recount the cache from scratch."""
+    try:
+        await request.app[STATE].engine.check_integrity()
+    except CacheCorruptionError as error:
+        logger.error("cache integrity check failed: %s", error)
+        refusal = ApiError(500, str(error), code="cache_corrupt")
+        return json_response({"ok": False, **error_body(refusal)}, status=500)
+    return json_response({"ok": True})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """`GET /metrics`: the Prometheus text page."""
+    return web.Response(
+        body=request.app[STATE].metrics.render(),
+        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+    )
+
+
+def cache_report(stats: EngineStats) -> dict[str, Any]:
+    """Return the body of `/admin/cache`.
+
+    The counters under `tokens` only ever grow, so the difference of two reads is exact for the time
+    between them; the rates are named by their window.
+    """
+    block_bytes = stats.bytes_per_block
+
+    def blocks(count: int) -> dict[str, int]:
+        return {"blocks": count, "bytes": count * block_bytes}
+
+    return {
+        "uptime_s": stats.uptime_s,
+        "hit_rate": {name: window["hit_rate"] for name, window in stats.windows.items()},
+        "windows": stats.windows,
+        "tokens": {
+            "looked_up": stats.tokens_looked_up,
+            "hit": stats.tokens_hit,
+            "computed": stats.tokens_computed,
+            "recomputed": stats.tokens_recomputed,
+            "generated": stats.tokens_generated,
+        },
+        "blocks": {
+            "total": blocks(stats.blocks_total),
+            "free": blocks(stats.blocks_free),
+            "cached": blocks(stats.blocks_cached),
+            "referenced": blocks(stats.blocks_referenced),
+        },
+        "block_size": stats.block_size,
+        "bytes_per_block": block_bytes,
+        "evicted_blocks": stats.evicted_blocks,
+        "copied_blocks": stats.copied_blocks,
+        "preemptions": stats.preemptions,
+        "tree": {"nodes": stats.nodes, "leaves": stats.leaves},
+        "requests": {
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "oldest_wait_s": stats.oldest_wait_s,
+            "admitted": stats.requests_admitted,
+            "rejected": stats.requests_rejected,
+            "finished": stats.requests_finished,
+        },
+        "namespaces": stats.namespaces,
+        "steps": {
+            "count": stats.steps,
+            "time_s": stats.step_time_s,
+            "last_age_s": stats.last_step_age_s,
+        },
+    }

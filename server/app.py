@@ -1,0 +1,92 @@
+"""The aiohttp application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from radixkv.server import admin, models, session_routes
+from radixkv.server.chat import chat_completions
+from radixkv.server.completions import completions
+from radixkv.server.config import ServerConfig
+from radixkv.server.health import health
+from radixkv.server.metrics import Metrics
+from radixkv.server.middleware import MIDDLEWARES, add_request_id
+from radixkv.server.prompts import PromptBuilder
+from radixkv.server.sessions import SessionStore
+from radixkv.server.state import STATE, Lifecycle, ServerState
+from radixkv.server.turns import post_message
+
+if TYPE_CHECKING:
+    from radixkv.engine import AsyncEngine
+
+__all__ = ["create_app"]
+
+logger = logging.getLogger(__name__)
+
+# A step that hangs must not keep the process from ending.
+ENGINE_STOP_S = 10.0
+
+
+def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> web.Application:
+    """Return an application that serves `engine`; it starts and stops the engine itself.
+
+    Run it with `run_server`, or with any aiohttp runner that has `handler_cancellation=True`:
+    without it, a client that hangs up while its whole (not streamed) answer is made is noticed
+    only at the next token.
+    """
+    config = config or ServerConfig()
+    # The limit of aiohttp counts too: its own default of 1 MiB refuses ordinary histories.
+    app = web.Application(middlewares=MIDDLEWARES, client_max_size=config.max_body_bytes)
+    model_name = config.served_model_name or engine.model_name
+    app[STATE] = ServerState(
+        engine=engine,
+        config=config,
+        model_name=model_name,
+        created=int(time.time()),
+        metrics=Metrics(engine, model_name),
+        prompts=PromptBuilder(engine),
+        sessions=SessionStore(max_sessions=config.max_sessions, idle_s=config.session_idle_s),
+        lifecycle=Lifecycle(),
+    )
+    app.cleanup_ctx.append(_run_engine)
+    app.on_response_prepare.append(add_request_id)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/completions", completions),
+            web.get("/v1/models", models.list_models),
+            web.get("/v1/models/{model:.+}", models.get_model),
+            web.post("/v1/sessions", session_routes.create_session),
+            web.get("/v1/sessions", session_routes.list_sessions),
+            web.get("/v1/sessions/{session_id}", session_routes.get_session),
+            web.delete("/v1/sessions/{session_id}", session_routes.delete_session),
+            web.get("/v1/sessions/{session_id}/messages", session_routes.list_messages),
+            web.post("/v1/sessions/{session_id}/messages", post_message),
+            web.post("/v1/sessions/{session_id}/fork", session_routes.fork_session),
+            web.get("/health", health),
+            web.get("/metrics", admin.metrics),
+            web.get("/admin/cache", admin.cache_stats),
+            web.get("/admin/check", admin.check),
+            web.post("/admin/cache/flush", admin.flush),
+            web.post("/flush_cache", admin.flush),
+        ]
+    )
+    return app
+
+
+async def _run_engine(app: web.Application) -> AsyncIterator[None]:
+    state = app[STATE]
+    await state.engine.start()
+    yield
+    state.lifecycle.draining = True
+    state.prompts.close()
+    try:
+        await asyncio.wait_for(state.engine.shutdown(0.0), ENGINE_STOP_S)
+    except TimeoutError:
+        logger.error("the engine did not stop within %g s; leaving it behind", ENGINE_STOP_S)

@@ -1,0 +1,63 @@
+"""The options of the HTTP server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from radixkv.errors import ConfigError
+
+__all__ = ["ServerConfig"]
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How the server talks to its clients. Validated on construction.
+
+    Attributes:
+        api_key: the key clients must send as `Authorization: Bearer <key>`; None: no key needed.
+            `/health` and `/metrics` never need it: they hold counts, and no text of any prompt.
+        served_model_name: the name clients use; None: the engine's own.
+        max_body_bytes: largest request body. Agents resend long histories, so it is generous.
+        body_timeout_s: a body that has not arrived in full by then is answered with 408.
+        request_timeout_s: longest time from arrival to the end of an answer; None: no limit.
+        max_stream_stall_s: a reader of a stream that takes no bytes for so long is dropped.
+        keepalive_s: a stream that is silent for so long gets an SSE comment line; 0: never.
+        session_idle_s: a session that nobody used for so long is forgotten.
+        max_sessions: sessions held at most; further ones are refused, none is thrown away.
+        max_prompts: prompts in one `/v1/completions` request at most.
+        drain_timeout_s: time that accepted requests get to finish after a stop signal.
+        engine_stuck_s: a step longer than this is shown as "stuck" by `/health`.
+        access_log: write one JSON line per request (id, route, status, time; never any text).
+
+    Raises:
+        ConfigError: a value cannot be used; the message names the option.
+    """
+
+    api_key: str | None = None
+    served_model_name: str | None = None
+    max_body_bytes: int = 16 * MIB
+    body_timeout_s: float = 60.0
+    request_timeout_s: float | None = None
+    max_stream_stall_s: float = 30.0
+    keepalive_s: float = 15.0
+    session_idle_s: float = 3600.0
+    max_sessions: int = 10_000
+    max_prompts: int = 128
+    drain_timeout_s: float = 30.0
+    engine_stuck_s: float = 30.0
+    access_log: bool = False
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("api_key must not be empty; leave it out to need no key")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            low = 0 if option.name in {"keepalive_s", "drain_timeout_s"} else None
+            # `not (value > 0)` instead of `value <= 0`, so that NaN is refused too.
+            if not (value >= low if low is not None else value > 0):
+                bound = "at least 0" if low is not None else "greater than 0"
+                raise ConfigError(f"{option.name} must be {bound}, got {value}")

@@ -1,0 +1,183 @@
+"""An accepted request (or a batch of them) from submission to its end, whatever the end is."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from radixkv.errors import RequestRejectedError
+from radixkv.request import (
+    FinishReason,
+    Namespace,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
+from radixkv.server.errors import ApiError, api_error_from
+from radixkv.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from radixkv.engine import AsyncEngine, RequestStream
+
+__all__ = ["Answer", "Generation"]
+
+
+@dataclass(slots=True)
+class Answer:
+    """Everything one stream has given so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+
+    def add(self, output: RequestOutput) -> None:
+        """Append one increment."""
+        if output.text:
+            self.text.append(output.text)
+        self.token_ids.extend(output.token_ids)
+        if output.logprobs:
+            self.logprobs.extend(output.logprobs)
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+        self.num_prompt_tokens = output.num_prompt_tokens
+        self.num_cached_tokens = output.num_cached_tokens
+        self.num_completion_tokens = output.num_completion_tokens
+
+    def full_text(self) -> str:
+        """Return the text so far."""
+        return "".join(self.text)
+
+
+class Generation:
+    """The streams of one HTTP request; iterate it once, and always `close()` it.
+
+    Iteration yields (prompt index, increment) until every stream has ended. An increment that ends
+    a stream by "abort" or "error" is not yielded: it raises the `ApiError` the client shall see.
+
+    Attributes:
+        id: a new unique id, for the answer's own `id` field.
+        answers: one per prompt; each increment is added before it is yielded.
+    """
+
+    def __init__(self, streams: Sequence[RequestStream], metrics: Metrics) -> None:
+        self.id = uuid.uuid4().hex
+        self.answers = [Answer() for _ in streams]
+        self._streams = streams
+        self._metrics = metrics
+        self._reason: ApiError | None = None
+        self._pumps: list[asyncio.Task[None]] = []
+        self._closed = False
+
+    @classmethod
+    def submit(
+        cls,
+        engine: AsyncEngine,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        namespace: Namespace,
+        metrics: Metrics,
+        param: str,
+    ) -> Generation:
+        """Hand `prompts` to the engine, all of them or none.
+
+        Args:
+            param: the request field the prompts came from; named when the engine refuses one.
+
+        Raises:
+            ApiError: the engine refuses one of the prompts.
+        """
+        streams: list[RequestStream] = []
+        try:
+            # The engine names the requests: a client's own id may come twice at once.
+            streams.extend(engine.submit(ids, params, namespace=namespace) for ids in prompts)
+        except RequestRejectedError as error:
+            for stream in streams:
+                stream.abort()
+            refusal = api_error_from(error)
+            if refusal.status == 400 and refusal.param in (None, "prompt"):
+                refusal.param = param
+            raise refusal from error
+        return cls(streams, metrics)
+
+    def abort(self, reason: ApiError) -> None:
+        """End the streams early; the iteration then raises `reason`."""
+        if self._reason is None:
+            self._reason = reason
+        for stream in self._streams:
+            stream.abort()
+
+    def close(self) -> None:
+        """Abort what still runs and record what happened. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for pump in self._pumps:
+            pump.cancel()
+        for stream, answer in zip(self._streams, self.answers, strict=True):
+            stream.abort()
+            self._metrics.observe_request(stream.timings, answer.finish_reason)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        if len(self._streams) == 1:
+            async for output in self._streams[0]:
+                yield 0, self._checked(0, output)
+            self._check_ended()
+            return
+        queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+        self._pumps = [
+            asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(self._streams)
+        ]
+        running = len(self._pumps)
+        while running:
+            index, item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield index, self._checked(index, item)
+        self._check_ended()
+
+    def _checked(self, index: int, output: RequestOutput) -> RequestOutput:
+        self.answers[index].add(output)
+        if output.finish_reason == "error":
+            raise ApiError(500, output.error or "The engine failed", code="engine_error")
+        if output.finish_reason == "abort":
+            raise self._abort_error()
+        return output
+
+    def _check_ended(self) -> None:
+        # A stream that stops without saying why must not look like a complete answer.
+        if any(answer.finish_reason is None for answer in self.answers):
+            raise self._abort_error()
+
+    def _abort_error(self) -> ApiError:
+        return self._reason or ApiError(
+            503,
+            "The server ended the request before its answer was complete",
+            code="request_aborted",
+            headers={"Retry-After": "5"},
+        )
+
+
+async def _pump(
+    index: int,
+    stream: RequestStream,
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]],
+) -> None:
+    try:
+        async for output in stream:
+            queue.put_nowait((index, output))
+        queue.put_nowait((index, None))
+    except Exception as error:
+        # Handed to the one who iterates, since a task's own exception would go unseen.
+        queue.put_nowait((index, error))

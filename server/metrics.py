@@ -1,0 +1,199 @@
+"""Prometheus metrics: the engine's counters read at scrape time, and latency histograms.
+
+Names under `vllm:` mean what they mean there, so that existing dashboards and load generators work;
+`radixkv:` names have no counterpart. Labels are bounded: model name, finish reason, route, status.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from radixkv.request import FinishReason, RequestTimings
+
+if TYPE_CHECKING:
+    from radixkv.engine import AsyncEngine, EngineStats
+
+__all__ = ["Metrics"]
+
+logger = logging.getLogger(__name__)
+
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0,
+)  # fmt: skip
+ITL_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 10.0,
+)  # fmt: skip
+E2E_BUCKETS = (
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0,
+)  # fmt: skip
+
+Reader = Callable[["EngineStats"], float]
+
+GAUGES: tuple[tuple[str, str, Reader], ...] = (
+    ("vllm:num_requests_running", "Requests in the running batch", lambda s: s.num_running),
+    ("vllm:num_requests_waiting", "Requests waiting to be admitted", lambda s: s.num_waiting),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Blocks held by running requests, as a fraction of all (1 is full)",
+        lambda s: s.blocks_referenced / s.blocks_total if s.blocks_total else 0.0,
+    ),
+    ("radixkv:oldest_wait_seconds", "Age of the oldest waiting request", lambda s: s.oldest_wait_s),
+    ("radixkv:uptime_seconds", "Time since the engine started", lambda s: s.uptime_s),
+    ("radixkv:last_step_age_seconds", "Time since the last step", lambda s: s.last_step_age_s),
+    ("radixkv:tree_nodes", "Nodes of the radix tree", lambda s: s.nodes),
+    ("radixkv:tree_leaves", "Leaves of the radix tree", lambda s: s.leaves),
+    ("radixkv:bytes_per_block", "Size of one block of KV", lambda s: s.bytes_per_block),
+)
+
+COUNTERS: tuple[tuple[str, str, Reader], ...] = (
+    (
+        "vllm:prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache",
+        lambda s: s.tokens_looked_up,
+    ),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda s: s.tokens_hit),
+    (
+        # Tokens of admitted prompts, cached or not, as in vLLM.
+        "vllm:prompt_tokens",
+        "Prompt tokens of admitted requests",
+        lambda s: s.tokens_looked_up,
+    ),
+    ("vllm:generation_tokens", "Tokens generated", lambda s: s.tokens_generated),
+    ("vllm:num_preemptions", "Requests preempted", lambda s: s.preemptions),
+    ("radixkv:prefill_tokens", "Prompt tokens computed", lambda s: s.tokens_computed),
+    (
+        "radixkv:recomputed_tokens",
+        "Tokens computed again after a preemption",
+        lambda s: s.tokens_recomputed,
+    ),
+    ("radixkv:requests_admitted", "Requests admitted", lambda s: s.requests_admitted),
+    ("radixkv:requests_rejected", "Requests refused", lambda s: s.requests_rejected),
+    ("radixkv:evicted_blocks", "Cached blocks evicted", lambda s: s.evicted_blocks),
+    ("radixkv:copied_blocks", "Blocks copied before a write", lambda s: s.copied_blocks),
+    ("radixkv:steps", "Engine steps", lambda s: s.steps),
+    ("radixkv:step_seconds", "Time spent in engine steps", lambda s: s.step_time_s),
+)
+
+
+class Metrics:
+    """The registry of one server, and the only place that records into it.
+
+    A failure here is logged and counted; it never reaches a request.
+    """
+
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(EngineCollector(engine, model_name))
+        self._model_name = model_name
+        self._failures = Counter(
+            "radixkv:metrics_failures", "Recordings that failed", registry=self._registry
+        )
+        self._http = Counter(
+            "radixkv:http_requests",
+            "HTTP requests answered",
+            ("route", "status"),
+            registry=self._registry,
+        )
+        self._ttft = self._histogram(
+            "vllm:time_to_first_token_seconds", "Arrival to first token", TTFT_BUCKETS
+        )
+        self._itl = self._histogram(
+            "vllm:inter_token_latency_seconds", "Time between tokens", ITL_BUCKETS
+        )
+        self._e2e = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival to the end of the answer", E2E_BUCKETS
+        )
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds", "Arrival to first scheduling", TTFT_BUCKETS
+        )
+
+    def observe_request(
+        self, timings: RequestTimings | None, finish_reason: FinishReason | None
+    ) -> None:
+        """Record the latencies of one finished request; aborted ones count up to their end."""
+        try:
+            if timings is None:
+                return
+            if timings.first_scheduled is not None:
+                self._queue.observe(timings.first_scheduled - timings.arrival)
+            if timings.first_token is not None:
+                self._ttft.observe(timings.first_token - timings.arrival)
+            for gap in timings.inter_token:
+                self._itl.observe(gap)
+            if timings.finished is not None and finish_reason in ("stop", "length"):
+                self._e2e.observe(timings.finished - timings.arrival)
+        except Exception:
+            self._note_failure()
+
+    def observe_http(self, route: str, status: int) -> None:
+        """Count one HTTP answer; `route` is the route's pattern, never the client's path."""
+        try:
+            self._http.labels(route, str(status)).inc()
+        except Exception:
+            self._note_failure()
+
+    def render(self) -> bytes:
+        """Return the Prometheus text page."""
+        return generate_latest(self._registry)
+
+    def _note_failure(self) -> None:
+        logger.exception("recording a metric failed")
+        self._failures.inc()
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(name, text, ("model_name",), buckets=buckets, registry=self._registry)
+        return metric.labels(self._model_name)
+
+
+class EngineCollector(Collector):
+    """Turns one `stats()` snapshot into metric families at each scrape."""
+
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+        self._engine = engine
+        self._labels = [model_name]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every engine metric from one snapshot, so that they agree with each other."""
+        stats = self._engine.stats()
+        for name, text, read in GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric(self._labels, float(read(stats)))
+            yield gauge
+        for name, text, read in COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric(self._labels, float(read(stats)))
+            yield counter
+        finished = CounterMetricFamily(
+            "vllm:request_success",
+            "Requests ended, by reason",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, count in sorted(stats.requests_finished.items()):
+            finished.add_metric([*self._labels, reason], count)
+        yield finished
+        blocks = GaugeMetricFamily(
+            "radixkv:blocks", "Blocks of the KV pool by state", labels=["model_name", "state"]
+        )
+        for state, count in (
+            ("free", stats.blocks_free),
+            ("cached", stats.blocks_cached),
+            ("referenced", stats.blocks_referenced),
+        ):
+            blocks.add_metric([*self._labels, state], count)
+        yield blocks
+        rate = GaugeMetricFamily(
+            "radixkv:hit_rate", "Tokens hit / looked up", labels=["model_name", "window"]
+        )
+        for window, values in sorted(stats.windows.items()):
+            if values["hit_rate"] is not None:
+                rate.add_metric([*self._labels, window], values["hit_rate"])
+        yield rate

@@ -1,0 +1,79 @@
+"""What the handlers share: one object per application, and no module globals."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from radixkv.server.config import ServerConfig
+from radixkv.server.errors import ApiError
+from radixkv.server.metrics import Metrics
+from radixkv.server.prompts import PromptBuilder
+from radixkv.server.sessions import SessionStore
+
+if TYPE_CHECKING:
+    from radixkv.engine import AsyncEngine
+
+__all__ = ["REQUEST_ID", "STATE", "Lifecycle", "ServerState"]
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """Whether the server takes new work, and what it is working on.
+
+    Attributes:
+        draining: goes from False to True once.
+        handlers: the tasks of requests being answered, so that a shutdown can wait for them.
+    """
+
+    draining: bool = False
+    handlers: set[asyncio.Task[object]] = field(default_factory=set)
+
+    def check_accepting(self) -> None:
+        """Refuse new work while draining.
+
+        Raises:
+            ApiError: 503.
+        """
+        if self.draining:
+            raise ApiError(
+                503,
+                "The server is shutting down and takes no new requests",
+                code="shutting_down",
+                headers={"Retry-After": "5"},
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """The engine and everything around it that outlives a request."""
+
+    engine: AsyncEngine
+    config: ServerConfig
+    model_name: str
+    created: int
+    metrics: Metrics
+    prompts: PromptBuilder
+    sessions: SessionStore
+    lifecycle: Lifecycle
+
+    def check_model(self, model: str | None) -> None:
+        """Refuse a model that is not served; None stands for the one that is.
+
+        Raises:
+            ApiError: 404, code model_not_found.
+        """
+        if model is not None and model != self.model_name:
+            raise ApiError(
+                404,
+                f"The model {model[:128]!r} does not exist; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+
+STATE = web.AppKey("state", ServerState)
+REQUEST_ID = web.RequestKey("request_id", str)
