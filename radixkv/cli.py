@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 import logging
+import os
 import sys
 import time
 from typing import Annotated, Any, NoReturn
@@ -32,6 +33,9 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line."""
+    # Read when torch is loaded. Threads that spin while they wait for each other slow a step down
+    # many times over as soon as anything else (the event loop, a client) wants a core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app()
 
 

@@ -1,11 +1,17 @@
+"""What all tests share."""
+
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from radixkv.errors import ConfigError
-from radixkv.model.pull import ensure_default_model
+# As the command line does, before torch is loaded: the tests may share their cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from radixkv.errors import ConfigError  # noqa: E402
+from radixkv.model.pull import ensure_default_model  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 __all__ = ["KVPool", "kv_bytes_per_block"]
@@ -44,13 +46,16 @@ class KVPool:
         self.head_dim = head_dim
         self.dtype = dtype
         self.device = torch.device(device)
-        # Zeros, not empty: the operating system hands out zero pages lazily, so this costs nothing
-        # until a block is used, and a slot never written can't hold a NaN.
-        self.data = torch.zeros(
-            (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim),
-            dtype=dtype,
-            device=self.device,
-        )
+        shape = (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        # Zeros, so that a slot never written can't hold a NaN.
+        if self.device.type == "cpu":
+            # numpy's zeros are the operating system's lazy zero pages, which cost nothing until
+            # a block is used; torch writes every page.
+            nbytes = math.prod(shape) * dtype.itemsize
+            flat = torch.from_numpy(np.zeros(nbytes, dtype=np.uint8))
+            self.data = flat.view(dtype).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=self.device)
         self.k = list(self.data[0].unbind(0))
         self.v = list(self.data[1].unbind(0))
         self.k_slots = [k.view(num_blocks * block_size, num_kv_heads, head_dim) for k in self.k]

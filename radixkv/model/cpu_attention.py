@@ -1,0 +1,350 @@
+"""Attention over the paged pool on a CPU, with torch's flash kernel and no copies where it can."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixkv.model.attention import AttentionBackend, AttentionMetadata
+from radixkv.model.cpu_attention_plan import (
+    AttentionPlan,
+    CausalCall,
+    RunCall,
+    TailCall,
+    Tuning,
+    plan_attention,
+)
+from radixkv.model.kv_pool import KVPool
+
+__all__ = ["CpuAttention"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One kernel call over the pool or the gathered tokens, the same in every layer.
+
+    Attributes:
+        query: `[batch, heads, rows, head_dim]`, a view of the query buffer, or None if the rows
+            must be picked from it by `tokens`.
+        key, value: `[batch, heads, length, head_dim]`, views of the gather buffer, or None if
+            the call reads the pool, as a view of `size` and `stride` at `offset` elements into
+            the layer.
+        mask: additive, broadcast to `[batch, heads, rows, length]`.
+        out, lse: views of the slabs, `[batch, heads, rows, head_dim]` and without the last; with
+            `tokens`, the whole level, `[num_kv_heads, num_tokens, group_size(, head_dim)]`.
+    """
+
+    query: torch.Tensor | None
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    mask: torch.Tensor | None
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    out: torch.Tensor
+    lse: torch.Tensor
+    tokens: torch.Tensor | None = None
+    is_tail: bool = False
+
+
+class CpuAttention(AttentionBackend):
+    """Exact attention on the CPU that reads a shared run of blocks once for all its sequences.
+
+    The work of a step is a handful of calls of the flash kernel, each for some query rows and
+    some tokens before them; what they return is merged by log-sum-exp, in float32. Inside, heads
+    are laid out `[num_kv_heads, num_tokens * group_size, head_dim]`: the query heads of a KV head
+    are just more rows, and the sequences of a group are a slice. A run of consecutive blocks is
+    a strided view of the pool with the KV heads as its batch. Runs too short for a call of their
+    own are gathered, all of a layer's at once.
+
+    Invariants: only slots of a sequence's own tokens are read, so nothing that lies elsewhere in
+    the pool, NaN included, can reach an output. The same batch gives the same bits every time,
+    for a fixed number of torch threads.
+
+    Source:
+        Cascade Inference (Ye et al., 2024); Flash-Decoding (Dao et al., 2023).
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        tuning: Tuning | None = None,
+    ) -> None:
+        super().__init__(
+            pool, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=scale
+        )
+        self.tuning = tuning or Tuning()
+        self.group_size = num_heads // num_kv_heads
+        self._plan: AttentionPlan | None = None
+        self._calls: list[_Call] = []
+        self._causals: list[tuple[CausalCall, torch.Tensor, torch.Tensor]] = []
+        self._writes: list[tuple[slice, slice]] = []
+        self._slots = torch.empty(0, dtype=torch.int64)
+        self._gather_rows = torch.empty(0, dtype=torch.int64)
+        self._buffers: dict[str, torch.Tensor] = {}
+        # Row s of a layer's view is K of slot s, row num_layers * num_slots + s is V of it, so
+        # that one index_select gathers both.
+        num_slots = pool.num_blocks * pool.block_size
+        self._layer_rows = [
+            pool.data.view(-1, num_kv_heads * head_dim).narrow(
+                0, layer * num_slots, (pool.num_layers + 1) * num_slots
+            )
+            for layer in range(pool.num_layers)
+        ]
+        self._value_row = pool.num_layers * num_slots
+        self._layer_elements = num_slots * num_kv_heads * head_dim
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Prepare the batch described by `metadata`; valid until the next call.
+
+        Raises:
+            ValueError: see `plan_attention`.
+        """
+        plan = plan_attention(
+            metadata,
+            block_size=self.pool.block_size,
+            num_blocks=self.pool.num_blocks,
+            num_kv_heads=self.num_kv_heads,
+            group_size=self.group_size,
+            num_threads=torch.get_num_threads(),
+            tuning=self.tuning,
+        )
+        self._plan = plan
+        self._plan_writes(metadata.slot_mapping)
+        kvh, dim, rows = self.num_kv_heads, self.head_dim, plan.num_tokens * self.group_size
+        slots = torch.from_numpy(plan.gather_slots)
+        self._gather_rows = torch.cat([slots, slots + self._value_row])
+        self._gathered = self._buffer("gathered", (len(self._gather_rows), kvh * dim))
+        self._query = self._buffer("query", (kvh, rows, dim))
+        levels = plan.num_levels
+        self._out = self._buffer("out", (levels, kvh, rows, dim), torch.float32)
+        self._lse = self._buffer("lse", (levels, kvh, rows), torch.float32)
+        self._weights = self._buffer("weights", (levels, kvh, rows), torch.float32)
+        self._merged = self._buffer("merged", (kvh, rows, dim), torch.float32)
+        if not plan.is_full:
+            self._out.zero_()
+            self._lse.fill_(-math.inf)
+        self._calls = [self._run_call(run) for run in plan.runs]
+        self._calls += [self._tail_call(tail) for tail in plan.tails]
+        self._causals = [
+            (causal, *self._slab_rows(causal.level, causal.first_token, causal.last_token))
+            for causal in plan.causals
+        ]
+
+    def run(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Write the new K and V into the pool and return the attention output.
+
+        Args and result: see `AttentionBackend.run`.
+
+        Raises:
+            ValueError: no batch was planned, or the query is not of that batch.
+        """
+        plan = self._plan
+        if plan is None or query.shape[0] != plan.num_tokens:
+            planned = None if plan is None else plan.num_tokens
+            raise ValueError(f"planned for {planned} tokens, got {query.shape[0]}")
+        if query.dtype != self.pool.dtype:
+            raise ValueError(f"query must be {self.pool.dtype} as the pool is, got {query.dtype}")
+        self._write(layer, key, value)
+        grouped = query.view(plan.num_tokens, self.num_kv_heads, self.group_size, self.head_dim)
+        if len(plan.gather_slots):
+            torch.index_select(self._layer_rows[layer], 0, self._gather_rows, out=self._gathered)
+        if self._calls:
+            self._by_token(self._query).copy_(grouped)
+        if len(self._calls) + len(self._causals) == 1 and plan.num_levels == 1:
+            return self._run_only_call(layer, grouped, key, value).reshape(query.shape)
+        for call in self._calls:
+            out, lse = self._attend(layer, call)
+            if call.tokens is None:
+                call.out.copy_(out)
+                call.lse.copy_(lse)
+            else:
+                call.out.index_copy_(1, call.tokens, out.transpose(0, 1).float())
+                call.lse.index_copy_(1, call.tokens, lse.transpose(0, 1))
+        for causal, slab_out, slab_lse in self._causals:
+            out, lse = self._attend_causal(causal, grouped, key, value)
+            slab_out.copy_(out.transpose(1, 2))
+            slab_lse.copy_(lse.transpose(1, 2))
+        result = torch.empty(grouped.shape, dtype=query.dtype)
+        result.copy_(self._by_token(self._merge(plan.num_levels)))
+        return result.view(query.shape)
+
+    def _run_only_call(
+        self, layer: int, grouped: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `[num_tokens, num_kv_heads, group_size, head_dim]` if there's nothing to merge."""
+        if not self._calls:
+            out, _ = self._attend_causal(self._causals[0][0], grouped, key, value)
+            return out.permute(2, 0, 1, 3)
+        out, _ = self._attend(layer, self._calls[0])
+        # A batch of tails has its tokens in front already; a lone run is of one token.
+        return out if self._calls[0].is_tail else out.transpose(0, 1)
+
+    def _merge(self, num_levels: int) -> torch.Tensor:
+        """Return `[num_kv_heads, rows, head_dim]`, the slabs' levels merged."""
+        if num_levels == 1:
+            return self._out[0]
+        torch.softmax(self._lse, 0, out=self._weights)
+        self._out.mul_(self._weights.unsqueeze(-1))
+        return torch.sum(self._out, 0, out=self._merged)
+
+    def _by_token(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return `[num_kv_heads, rows, head_dim]` seen token by token, KV heads second."""
+        shape = (self.num_kv_heads, -1, self.group_size, self.head_dim)
+        return rows.view(shape).transpose(0, 1)
+
+    def _attend(self, layer: int, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value = call.query, call.key, call.value
+        if query is None:
+            assert call.tokens is not None
+            query = self._query.view(self.num_kv_heads, -1, self.group_size, self.head_dim)
+            query = query.index_select(1, call.tokens).transpose(0, 1)
+        if key is None or value is None:
+            pool = self.pool
+            offset = layer * self._layer_elements + call.offset
+            key = pool.data.as_strided(call.size, call.stride, offset)
+            offset += pool.num_layers * self._layer_elements
+            value = pool.data.as_strided(call.size, call.stride, offset)
+        return _flash(query, key, value, self.scale, mask=call.mask)
+
+    def _attend_causal(
+        self, call: CausalCall, grouped: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and log-sum-exp, `[num_kv_heads, group_size, rows(, head_dim)]`."""
+        rows = slice(call.first_token, call.last_token)
+        query = grouped[rows].permute(1, 2, 0, 3)
+        key = key[rows].transpose(0, 1).unsqueeze(1).expand(query.shape)
+        value = value[rows].transpose(0, 1).unsqueeze(1).expand(query.shape)
+        return _flash(query, key, value, self.scale, is_causal=True)
+
+    def _write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        k_slots, v_slots = self.pool.k_slots[layer], self.pool.v_slots[layer]
+        if self._writes:
+            for slots, rows in self._writes:
+                k_slots[slots] = key[rows]
+                v_slots[slots] = value[rows]
+        else:
+            k_slots.index_copy_(0, self._slots, key)
+            v_slots.index_copy_(0, self._slots, value)
+
+    def _plan_writes(self, slot_mapping: npt.NDArray[np.int64]) -> None:
+        self._slots = torch.tensor(slot_mapping)
+        starts = np.flatnonzero(np.diff(slot_mapping) != 1) + 1
+        self._writes = []
+        # A slice assignment costs about as much as index_copy_ of a dozen rows.
+        if (len(starts) + 1) * 12 <= len(slot_mapping) or len(slot_mapping) == 1:
+            bounds = [0, *starts.tolist(), len(slot_mapping)]
+            for lo, hi in pairwise(bounds):
+                slot = int(slot_mapping[lo])
+                self._writes.append((slice(slot, slot + hi - lo), slice(lo, hi)))
+
+    def _run_call(self, run: RunCall) -> _Call:
+        kvh, dim, splits = self.num_kv_heads, self.head_dim, run.num_splits
+        lo, hi = run.first_token * self.group_size, run.last_token * self.group_size
+        part, rest = divmod(run.length, splits)
+        # Parts start `part` tokens apart and are `rest` tokens longer than that, so the first
+        # `rest` tokens of all but the first part were also the previous one's last: masked.
+        size = (kvh, splits, part + rest, dim)
+        stride = (dim, part * kvh * dim, kvh * dim, 1)
+        mask = None
+        if rest:
+            mask = torch.zeros((1, splits, 1, part + rest), dtype=self.pool.dtype)
+            mask[:, 1:, :, :rest] = -math.inf
+        key = value = None
+        if run.gathered:
+            key, value = self._gathered_views(size, stride, run.start)
+        levels = slice(run.level, run.level + splits)
+        return _Call(
+            query=self._query[:, None, lo:hi].expand(-1, splits, -1, -1),
+            key=key,
+            value=value,
+            mask=mask,
+            size=size,
+            stride=stride,
+            offset=run.start * kvh * dim,
+            out=self._out[levels, :, lo:hi].transpose(0, 1),
+            lse=self._lse[levels, :, lo:hi].transpose(0, 1),
+        )
+
+    def _tail_call(self, tail: TailCall) -> _Call:
+        kvh, dim, group = self.num_kv_heads, self.head_dim, self.group_size
+        count, first = len(tail.tokens), int(tail.tokens[0])
+        size = (count, kvh, tail.width, dim)
+        stride = (tail.width * kvh * dim, dim, kvh * dim, 1)
+        key, value = self._gathered_views(size, stride, tail.start)
+        mask = None
+        if tail.is_padded:
+            padding = np.arange(tail.width) >= tail.lengths[:, None]
+            mask = torch.zeros((count, 1, 1, tail.width), dtype=self.pool.dtype)
+            mask.masked_fill_(torch.from_numpy(padding)[:, None, None, :], -math.inf)
+        query = self._query.view(kvh, -1, group, dim)
+        out = self._out[tail.level].view(kvh, -1, group, dim)
+        lse = self._lse[tail.level].view(kvh, -1, group)
+        if int(tail.tokens[-1]) - first + 1 == count:
+            rows = slice(first, first + count)
+            query, out, lse = (t[:, rows].transpose(0, 1) for t in (query, out, lse))
+            return _Call(query, key, value, mask, size, stride, 0, out, lse, is_tail=True)
+        tokens = torch.from_numpy(tail.tokens)
+        return _Call(None, key, value, mask, size, stride, 0, out, lse, tokens, is_tail=True)
+
+    def _gathered_views(
+        self, size: tuple[int, ...], stride: tuple[int, ...], row: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of gathered tokens from `row` on."""
+        assert self._plan is not None
+        width = self.num_kv_heads * self.head_dim
+        value_row = row + len(self._plan.gather_slots)
+        return (
+            self._gathered.as_strided(size, stride, row * width),
+            self._gathered.as_strided(size, stride, value_row * width),
+        )
+
+    def _slab_rows(
+        self, level: int, first_token: int, last_token: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slabs' rows of some tokens, `[num_kv_heads, tokens, group_size(, dim)]`."""
+        rows = slice(first_token, last_token)
+        shape = (self.num_kv_heads, -1, self.group_size)
+        out = self._out[level].view(*shape, self.head_dim)[:, rows]
+        return out, self._lse[level].view(shape)[:, rows]
+
+    def _buffer(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return the start of a buffer that is kept across steps and grows when it must."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            # Made inside inference mode, it could not be written outside of it.
+            with torch.inference_mode(False):
+                buffer = torch.zeros(size + size // 2, dtype=dtype or self.pool.dtype)
+            self._buffers[name] = buffer
+        return buffer[:size].view(shape)
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    *,
+    is_causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, in the query's dtype, and the float32 log-sum-exp."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    return out, lse
