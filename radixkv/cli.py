@@ -72,6 +72,7 @@ def serve(config: str | None = None, **options: str | None) -> None:
             f"up to {engine.max_model_len} tokens a request\n"
             f"Listening on [bold]{url}[/bold] (cache report: {url}/admin/cache). Try:\n",
             highlight=False,
+            soft_wrap=True,
         )
         console.print(_example(url, engine.model_name, settings), highlight=False, soft_wrap=True)
 

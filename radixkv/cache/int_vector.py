@@ -1,4 +1,4 @@
-"""A growable int32 array: token ids and block tables that are appended to and viewed, not copied."""
+"""A growable int32 array, for token ids and block tables that are appended to and viewed."""
 
 from __future__ import annotations
 

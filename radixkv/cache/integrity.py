@@ -78,7 +78,7 @@ def _check_node(cache: RadixCache, node: Node) -> None:
     if node.is_tail:
         _require(not below, f"{name}: a tail has children")
         _require(0 < len(node.tokens) < tree.block_bytes, f"{name}: a tail of a wrong length")
-        siblings = [n for n in node.parent.children.values()] + node.parent.tails
+        siblings = [*node.parent.children.values(), *node.parent.tails]
         covered = any(s is not node and s.tokens.startswith(node.tokens) for s in siblings)
         _require(not covered, f"{name}: a tail that a sibling covers")
         return
@@ -146,9 +146,7 @@ def _check_blocks(cache: RadixCache, nodes: list[Node]) -> None:
         holders.update(table[sequence.num_tree_blocks :])
         for i, block_id in enumerate(table[: sequence.num_tree_blocks]):
             tokens = sequence.token_ids[i * size : (i + 1) * size].tobytes()
-            _require(
-                tree_tokens.get(block_id) == tokens, f"block {block_id} holds other tokens"
-            )
+            _require(tree_tokens.get(block_id) == tokens, f"block {block_id} holds other tokens")
         if cache.enabled:
             _require(
                 sequence.num_tree_blocks == sequence.num_computed // size,
@@ -159,7 +157,8 @@ def _check_blocks(cache: RadixCache, nodes: list[Node]) -> None:
     for block_id in range(cache.num_blocks):
         count = cache.pool.ref_count(block_id)
         _require(
-            count >= holders[block_id], f"block {block_id}: {count} refs, {holders[block_id]} holders"
+            count >= holders[block_id],
+            f"block {block_id}: {count} refs, {holders[block_id]} holders",
         )
     _require(
         sum(holders.values()) == sum(cache.pool.ref_count(b) for b in range(cache.num_blocks)),

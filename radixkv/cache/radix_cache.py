@@ -77,7 +77,7 @@ class RadixCache:
         self.num_tree_blocks = 0
         self.num_locked_blocks = 0
         self._copies: dict[int, int] = {}  # destination -> source
-        self._num_copy_reads = 0
+        self._cached_reads: set[int] = set()  # destinations whose source is a cached block
         self._tick = 0
 
     @property
@@ -94,10 +94,11 @@ class RadixCache:
     def num_available_blocks(self) -> int:
         """Blocks that an allocation is sure to get: free ones and evictable ones.
 
-        A block that a pending copy reads may be evicted from the tree but not handed out, so each
-        such read is taken off, whether or not its block is evictable.
+        A cached block that a pending copy reads may be evicted from the tree but not handed out,
+        so each such read is taken off, whether or not its block is evictable.
         """
-        return self.num_free_blocks + self.num_evictable_blocks - self._num_copy_reads
+        held = len(self._cached_reads)
+        return self.num_free_blocks + max(0, self.num_evictable_blocks - held)
 
     @property
     def num_referenced_blocks(self) -> int:
@@ -119,7 +120,7 @@ class RadixCache:
 
         Cost: O(depth) digests, one memcmp over the matched tokens.
         """
-        return self.match_bytes(as_int32(token_ids).tobytes(), namespace, max_tokens)  # type: ignore[arg-type]
+        return self.match_bytes(as_int32(token_ids).tobytes(), namespace, max_tokens)
 
     def match_bytes(
         self, tokens: bytes, namespace: Namespace = (), max_tokens: int | None = None
@@ -147,13 +148,23 @@ class RadixCache:
             node = self.tree.get_root(namespace)
         else:
             node = match.node
-            attached = node is self.tree.roots.get(namespace) if node.is_root else node.parent
-            if not attached or node.num_blocks < match.num_node_blocks:
+            if self._is_stale(match, namespace):
                 raise CacheCorruptionError("the prefix handle is stale: lock it right after match")
             if match.num_node_blocks < node.num_blocks:
                 node = self.tree.split(node, match.num_node_blocks)
         self.lock_node(node)
         return node
+
+    def _is_stale(self, match: Match, namespace: Namespace) -> bool:
+        top, num_blocks = match.node, match.num_node_blocks
+        while top.parent is not None:
+            top = top.parent
+            num_blocks += top.num_blocks
+        return (
+            top is not self.tree.roots.get(namespace)
+            or num_blocks != match.num_blocks
+            or match.node.num_blocks < match.num_node_blocks
+        )
 
     def lock_node(self, node: Node) -> None:
         """Protect a node and all above it. Cost: O(depth)."""
@@ -224,7 +235,7 @@ class RadixCache:
 
     def create_sequence(self, token_ids: TokenIds, namespace: Namespace = ()) -> Sequence:
         """Make a sequence of these tokens; it holds no blocks yet (see `Sequence.reuse`)."""
-        return Sequence(self, as_int32(token_ids), namespace)  # type: ignore[arg-type]
+        return Sequence(self, as_int32(token_ids), namespace)
 
     def publish(self, node: Node, tokens: bytes, block_ids: list[int]) -> tuple[Node, list[int]]:
         """File whole blocks below a locked node and move the lock down to them.
@@ -282,46 +293,53 @@ class RadixCache:
         """Take a block and note that `source` is to be copied into it before the next write.
 
         Args:
-            source: a block in use; it stays readable until `take_copies`.
+            source: a cached block; it stays readable until `take_copies`.
             after: as for `allocate`.
 
         Raises:
             OutOfBlocksError: no block can be had; nothing changes.
         """
+        # The source can't be given away to hold its own copy, so a second block must be evictable.
+        if not self.num_free_blocks and self.num_available_blocks < 2:
+            raise OutOfBlocksError(f"no block is available for a copy of block {source}")
+        self.pool.share(source)
+        (own,) = self.allocate(1, after)
+        self._copies[own] = source
+        self._cached_reads.add(own)
+        return own
+
+    def copy_later(self, source: int, destination: int) -> None:
+        """Note that `source` is to be copied into `destination` before the next write.
+
+        Args:
+            source: a block that sequences hold, not a cached one; it stays readable until
+                `take_copies`.
+            destination: a block of the caller's.
+        """
+        if source in self._cached_reads:
+            self._cached_reads.add(destination)
         # A source that itself waits for its content is replaced by where the content is.
         source = self._copies.get(source, source)
-        self._hold_source(source)
-        try:
-            (own,) = self.allocate(1, after)
-        except OutOfBlocksError:
-            self._release_source(source)
-            raise
-        self._copies[own] = source
-        return own
+        self.pool.share(source)
+        self._copies[destination] = source
 
     def cancel_copy(self, destination: int) -> bool:
         """Forget a pending copy; return whether there was one."""
         source = self._copies.pop(destination, None)
-        if source is not None:
-            self._release_source(source)
-        return source is not None
+        if source is None:
+            return False
+        self._cached_reads.discard(destination)
+        self.pool.release((source,))
+        return True
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the pending (source, destination) copies; the caller does them at once."""
         copies = [(source, destination) for destination, source in self._copies.items()]
         self._copies.clear()
-        for source, _ in copies:
-            self._release_source(source)
+        self._cached_reads.clear()
+        self.pool.release(source for source, _ in copies)
         self.stats.blocks_copied += len(copies)
         return copies
-
-    def _hold_source(self, source: int) -> None:
-        self.pool.share(source)
-        self._num_copy_reads += 1
-
-    def _release_source(self, source: int) -> None:
-        self.pool.release((source,))
-        self._num_copy_reads -= 1
 
     @property
     def pending_copies(self) -> dict[int, int]:

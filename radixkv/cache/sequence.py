@@ -113,18 +113,15 @@ class Sequence:
             last = self._blocks[position]
             if self.cache.pool.ref_count(last) > 1:
                 shared = last
-        missing = max(missing, 0)
-        if missing + (shared >= 0) > self.cache.num_available_blocks:
-            raise OutOfBlocksError(
-                f"{missing + (shared >= 0)} blocks wanted, "
-                f"{self.cache.num_available_blocks} available"
-            )
+        # All at once, so that a failure leaves nothing half done.
+        before = position if shared >= 0 else self.num_blocks
+        after = self._blocks[before - 1] if before else None
+        blocks = self.cache.allocate(max(missing, 0) + (shared >= 0), after)
         if shared >= 0:
-            self._blocks[position] = self.cache.copy_on_write(shared)
+            self._blocks[position] = blocks.pop(0)
+            self.cache.copy_later(shared, self._blocks[position])
             self.cache.pool.release((shared,))
-        if missing:
-            after = self._blocks[-1] if self.num_blocks else None
-            self._blocks.extend(self.cache.allocate(missing, after))
+        self._blocks.extend(blocks)
 
     def append(self, token_ids: Iterable[int]) -> None:
         """Add tokens, not yet computed."""
@@ -174,8 +171,12 @@ class Sequence:
         self.cache.sequences.add(child)
         return child
 
-    def free(self) -> None:
-        """Give everything back; what was computed stays in the tree, evictable. Idempotent."""
+    def free(self, *, keep_tail: bool = True) -> None:
+        """Give everything back; what was computed stays in the tree, evictable. Idempotent.
+
+        Args:
+            keep_tail: False drops the partly filled block, whose content may not have been written.
+        """
         if self.node is None:
             return
         cache, node = self.cache, self.node
@@ -187,7 +188,7 @@ class Sequence:
         if filled and cache.pool.ref_count(private[position]) == 1:
             # A copy that was never made means that nothing is in the block yet.
             written = not cache.cancel_copy(private[position])
-            if written and cache.enabled:
+            if written and keep_tail and cache.enabled:
                 tokens = self._tokens.to_bytes(start * cache.block_size, self.num_computed)
                 cache.keep_tail(node, tokens, private.pop(position))
         cache.pool.release(private)

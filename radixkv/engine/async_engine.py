@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -10,7 +11,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -61,8 +62,13 @@ class RequestStream:
         if self._ended or self._aborted:
             return
         self._aborted = True
+        last = self._outputs[-1] if self._outputs else None
         self._outputs.clear()
-        self._abort(self.request_id)
+        if last is not None and last.finish_reason is not None:
+            # It has ended before anyone read the end, which is still owed.
+            self._deliver(last)
+        else:
+            self._abort(self.request_id)
 
     def _deliver(self, output: RequestOutput) -> None:
         if self._aborted:
@@ -113,13 +119,17 @@ class AsyncEngine:
         self.block_size = engine.cache.block_size
         self.max_num_waiting = max_num_waiting
         self._streams: dict[str, RequestStream] = {}
+        self._idle = asyncio.Event()  # no streams
+        self._idle.set()
         self._inbox: deque[Callable[[], None]] = deque()
+        self._calls: set[Future[Any]] = set()
         self._wake = threading.Condition()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._accepting = False
         self._stopping = False
+        self._ended = False  # the thread takes nothing more from the inbox
         self._failure: BaseException | None = None
         self._step_started: float | None = None
 
@@ -137,13 +147,11 @@ class AsyncEngine:
             drain_timeout_s: how long to let accepted requests go on; then they are aborted.
         """
         self._accepting = False
-        deadline = time.monotonic() + drain_timeout_s
-        while self._streams and self._failure is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), drain_timeout_s)
         for request_id in list(self._streams):
             self._post(lambda request_id=request_id: self._engine_abort(request_id))  # type: ignore[misc]
-        while self._streams and self._failure is None and self._thread is not None:
-            await asyncio.sleep(0.01)
+        await self._idle.wait()
         self._stopping = True
         self._notify()
         if self._thread is not None:
@@ -188,6 +196,7 @@ class AsyncEngine:
         except RequestRejectedError:
             self.engine.num_rejected += 1
             raise
+        self._idle.clear()
         stream = self._streams[request_id] = RequestStream(request_id, self._request_abort)
         arrival = time.monotonic()
 
@@ -200,7 +209,9 @@ class AsyncEngine:
                 log.exception("request %s could not be added", stream.request_id)
                 self._send([_failure(stream.request_id, error)])
 
-        self._post(add)
+        if not self._post(add):
+            self._forget(request_id)
+            raise EngineClosedError("the engine isn't running")
         return stream
 
     def stats(self) -> EngineStats:
@@ -248,17 +259,21 @@ class AsyncEngine:
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, between two steps."""
-        if self._thread is None or self._failure is not None:
-            raise EngineClosedError("the engine isn't running")
         future: Future[T] = Future()
 
         def run() -> None:
+            self._calls.discard(future)
+            if not future.set_running_or_notify_cancel():
+                return  # the caller has given up
             try:
                 future.set_result(function())
             except Exception as error:  # handed to the caller, whatever it is
                 future.set_exception(error)
 
-        self._post(run)
+        self._calls.add(future)
+        if self._thread is None or not self._post(run):
+            self._calls.discard(future)
+            raise EngineClosedError("the engine isn't running")
         return await asyncio.wrap_future(future)
 
     def _request_abort(self, request_id: str) -> None:
@@ -267,10 +282,14 @@ class AsyncEngine:
     def _engine_abort(self, request_id: str) -> None:
         self._send(self.engine.abort(request_id))
 
-    def _post(self, action: Callable[[], None]) -> None:
+    def _post(self, action: Callable[[], None]) -> bool:
+        """Queue an action for the engine's thread; False if it will never run."""
         with self._wake:
+            if self._ended:
+                return False
             self._inbox.append(action)
             self._wake.notify()
+            return True
 
     def _notify(self) -> None:
         with self._wake:
@@ -288,7 +307,8 @@ class AsyncEngine:
         except BaseException as error:
             log.exception("the engine's thread failed")
             self._failure = error
-            self._fail_all(error)
+        finally:
+            self._end()
 
     def _wait_for_work(self) -> bool:
         with self._wake:
@@ -296,8 +316,18 @@ class AsyncEngine:
                 self._wake.wait()
             return bool(self._inbox or self.engine.has_work) or not self._stopping
 
-    def _fail_all(self, error: BaseException) -> None:
-        self._send([_failure(request_id, error) for request_id in list(self._streams)])
+    def _end(self) -> None:
+        """Answer everyone who still waits for the thread, which is about to end."""
+        with self._wake:
+            self._ended = True
+            self._inbox.clear()
+        for future in list(self._calls):
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineClosedError("the engine isn't running"))
+        self._calls.clear()
+        if self._failure is not None:
+            error = self._failure
+            self._send([_failure(request_id, error) for request_id in list(self._streams)])
 
     def _send(self, outputs: list[Output]) -> None:
         if outputs and self._loop is not None and not self._loop.is_closed():
@@ -309,8 +339,13 @@ class AsyncEngine:
             if stream is None:
                 continue
             if item.output.finish_reason is not None:
-                del self._streams[item.request_id]
+                self._forget(item.request_id)
             stream._deliver(item.output)
+
+    def _forget(self, request_id: str) -> None:
+        del self._streams[request_id]
+        if not self._streams:
+            self._idle.set()
 
 
 def _failure(request_id: str, error: BaseException) -> Output:

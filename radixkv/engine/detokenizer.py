@@ -8,6 +8,7 @@ from typing import Protocol
 __all__ = ["Decoder", "IncrementalDetokenizer", "StopMatcher"]
 
 REPLACEMENT = "\ufffd"
+MAX_CHARACTER_BYTES = 4  # of UTF-8
 
 
 class Decoder(Protocol):
@@ -31,31 +32,36 @@ class IncrementalDetokenizer:
         self._ids: list[int] = []
         self._context = 0  # ids from here on are decoded
         self._emitted = 0  # ids before here are out as text
+        self._sent = 0  # characters of the text of the ids from `_context` on that are out
 
     def push(self, token_id: int) -> str:
         """Add an id; return the text that is complete now, "" while a character is open."""
         self._ids.append(token_id)
-        before = self._decode(self._context, self._emitted)
-        text = self._decode(self._context, len(self._ids))
-        # An unfinished character decodes to U+FFFD at the end. One that is really invalid does
-        # too, but then the next id moves it away from the end.
-        if len(text) <= len(before) or text.endswith(REPLACEMENT):
+        text = self._decode()
+        # An unfinished character decodes to U+FFFD at the end, with some tokenizers to one per
+        # byte. One that is really invalid does too: after as many ids as a character can have
+        # bytes it shows, and only the last may still be open.
+        is_open = text.endswith(REPLACEMENT)
+        if is_open and len(self._ids) - self._emitted < MAX_CHARACTER_BYTES:
             return ""
+        end = len(text) - is_open
+        if end <= self._sent:
+            self._emitted = self._emitted if is_open else len(self._ids)
+            return ""
+        new = text[self._sent : end]
         self._context, self._emitted = self._emitted, len(self._ids)
-        return text[len(before) :]
+        self._sent = len(self._decode()) - is_open
+        return new
 
     def flush(self) -> str:
         """Return what is left, an unfinished character as U+FFFD; call once, at the end."""
-        before = self._decode(self._context, self._emitted)
-        text = self._decode(self._context, len(self._ids))
-        self._emitted = len(self._ids)
-        return text[len(before) :]
+        new = self._decode()[self._sent :]
+        self._sent += len(new)
+        return new
 
-    def _decode(self, start: int, stop: int) -> str:
-        if start == stop:
-            return ""
+    def _decode(self) -> str:
         return self._tokenizer.decode(
-            self._ids[start:stop], skip_special_tokens=self._skip_special_tokens
+            self._ids[self._context :], skip_special_tokens=self._skip_special_tokens
         )
 
 

@@ -176,13 +176,14 @@ class Engine:
         request = self.requests.get(request_id)
         return [] if request is None else [self._finish(request, "abort")]
 
-    def step(self, lock: AbstractContextManager[object] = nullcontext()) -> list[Output]:
+    def step(self, lock: AbstractContextManager[object] | None = None) -> list[Output]:
         """Run one step; return what it produced. An error in the model ends the step's requests.
 
         Args:
             lock: held while the engine's own state changes, free while the model runs.
         """
         begin = self._clock()
+        lock = nullcontext() if lock is None else lock
         with lock:
             chunks = self.scheduler.schedule(begin)
             if not chunks:
@@ -196,6 +197,9 @@ class Engine:
         except Exception as error:  # one bad step must not take the other requests down
             log.exception("a step failed; its %d requests end with an error", len(chunks))
             with lock:
+                for chunk in chunks:
+                    # Whether the step's copies were made isn't known.
+                    chunk.request.sequence.free(keep_tail=False)
                 outputs = [self._fail(c.request, error) for c in chunks]
         self._last_step = self._clock()
         self.num_steps += 1
@@ -219,19 +223,16 @@ class Engine:
                 outputs.append(self._fail(request, error))
         return outputs
 
-    def _sample(
-        self, logits: torch.Tensor, requests: list[EngineRequest]
-    ) -> list[SampledToken]:
+    def _sample(self, logits: torch.Tensor, requests: list[EngineRequest]) -> list[SampledToken]:
         with torch.inference_mode():
             return self.sampler.sample(logits, requests) if requests else []
 
     def _count_computed(self, chunk: ScheduledChunk) -> None:
-        if chunk.request.num_preemptions:
-            # The last token of a resumed request is new, all before it were computed once.
-            new = int(chunk.samples)
-            self.tokens_recomputed += chunk.count - new
-        elif chunk.start < chunk.request.num_prompt_tokens:
-            self.tokens_computed += chunk.count
+        request, end = chunk.request, chunk.start + chunk.count
+        new = max(chunk.start, request.num_ever_computed)
+        self.tokens_recomputed += max(0, min(end, new) - chunk.start)
+        self.tokens_computed += max(0, min(end, request.num_prompt_tokens) - new)
+        request.num_ever_computed = max(end, request.num_ever_computed)
 
     def _accept(self, request: EngineRequest, token: SampledToken, now: float) -> Output:
         """Append a token, decide whether the answer ends, and say what is new."""

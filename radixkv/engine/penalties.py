@@ -33,9 +33,7 @@ class Penalties:
                 the output only.
         """
         ids = torch.tensor(list(self._seen), dtype=torch.int64, device=logits.device)
-        counts = torch.tensor(
-            list(self._seen.values()), dtype=torch.float32, device=logits.device
-        )
+        counts = torch.tensor(list(self._seen.values()), dtype=torch.float32, device=logits.device)
         values = logits[ids]
         if params.repetition_penalty != 1.0:
             values = torch.where(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 
 from radixkv.cache import Sequence
-from radixkv.engine.penalties import Penalties
 from radixkv.engine.detokenizer import Decoder, IncrementalDetokenizer, StopMatcher
+from radixkv.engine.penalties import Penalties
 from radixkv.request import FinishReason, RequestTimings, SamplingParams
 
 __all__ = ["EngineRequest", "Status"]
@@ -32,6 +32,8 @@ class EngineRequest:
         leader: a running request that is computing the next block of this prompt; this one waits
             for it instead of computing the block a second time.
         num_matched_blocks: whole blocks the tree held of this prompt when `leader` was chosen.
+        num_ever_computed: tokens from the start that were computed (or reused) at some time,
+            whatever a preemption gave back since.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class EngineRequest:
         self.num_preemptions = 0
         self.leader: EngineRequest | None = None
         self.num_matched_blocks = 0
+        self.num_ever_computed = 0
         self.finish_reason: FinishReason | None = None
         self.timings = RequestTimings(arrival=arrival)
         self.detokenizer = IncrementalDetokenizer(

@@ -45,9 +45,7 @@ class Sampler:
     def __init__(self, eos_token_ids: Iterable[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
 
-    def sample(
-        self, logits: torch.Tensor, requests: Sequence[EngineRequest]
-    ) -> list[SampledToken]:
+    def sample(self, logits: torch.Tensor, requests: Sequence[EngineRequest]) -> list[SampledToken]:
         """Choose one token per row.
 
         Args:

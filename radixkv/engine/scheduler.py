@@ -149,7 +149,7 @@ class Scheduler:
         return leader is not None
 
     def _find_leader(self, request: EngineRequest) -> EngineRequest | None:
-        prefilling = [
+        prefilling: list[EngineRequest] = [
             r
             for r in self.running.values()
             if r.is_prefilling and r.sequence.namespace == request.sequence.namespace

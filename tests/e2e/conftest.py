@@ -23,7 +23,11 @@ def default_model(default_model_dir: Path) -> LoadedModel:
 @pytest.fixture(scope="session")
 def build(default_model: LoadedModel) -> Callable[..., BuiltEngine]:
     def build(**options: object) -> BuiltEngine:
-        options = {"kv_cache_memory": 512 * 1024**2, **options}
+        options = {
+            "kv_cache_memory": 512 * 1024**2,
+            "served_model_name": "SmolLM2-135M-Instruct",
+            **options,
+        }
         return assemble_engine(default_model, ServeConfig(**options))  # type: ignore[arg-type]
 
     return build

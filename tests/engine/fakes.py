@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -10,7 +12,9 @@ from xxhash import xxh3_64_intdigest
 
 from radixkv.cache import RadixCache
 from radixkv.engine.batch import ForwardBatch
-from radixkv.engine.engine import Engine, EngineLimits
+from radixkv.engine.engine import Engine, EngineLimits, Output
+from radixkv.engine.request import EngineRequest
+from radixkv.request import RequestOutput, SamplingParams
 
 VOCAB = 512
 POISON = -1
@@ -91,3 +95,101 @@ def make_engine(
         EngineLimits(max_model_len, max_num_seqs, max_num_batched_tokens),
         eos_token_ids=eos_token_ids,
     )
+
+
+@dataclass
+class Answer:
+    """Everything that one request was given."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [t for o in self.outputs for t in o.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(o.text for o in self.outputs)
+
+    @property
+    def last(self) -> RequestOutput:
+        return self.outputs[-1]
+
+
+class Harness:
+    """Drives an engine step by step; after each, audits the cache and poisons what became free."""
+
+    def __init__(self, num_blocks: int = 64, block_size: int = 4, **options: Any) -> None:
+        self.engine = make_engine(num_blocks, block_size, **options)
+        self.cache = self.engine.cache
+        self.scheduler = self.engine.scheduler
+        self.runner = cast(FakeRunner, self.engine.runner)
+        self.answers: dict[str, Answer] = {}
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        namespace: tuple[str, ...] = (),
+        **params: Any,
+    ) -> EngineRequest:
+        request = self.engine.add_request(
+            request_id, list(prompt), SamplingParams(**params), namespace=namespace
+        )
+        self.answers[request_id] = Answer()
+        return request
+
+    def abort(self, request_id: str) -> int:
+        """Abort a request; return the number of outputs that gave."""
+        outputs = self.engine.abort(request_id)
+        self._record(outputs)
+        return len(outputs)
+
+    def step(self) -> list[Output]:
+        outputs = self.engine.step()
+        self._record(outputs)
+        return outputs
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Step until idle."""
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work, "the engine doesn't get done"
+        assert self.cache.num_referenced_blocks == 0
+        assert not self.cache.sequences
+        assert not self.scheduler.running
+        assert not self.scheduler.waiting
+        for request_id, answer in self.answers.items():
+            ends = [o.finish_reason is not None for o in answer.outputs]
+            assert sum(ends) == 1, f"{request_id} ended {sum(ends)} times"
+            assert ends[-1], f"{request_id} got something after its end"
+
+    def ask(self, prompt: Sequence[int], namespace: tuple[str, ...] = (), **params: Any) -> Answer:
+        """Run one request to its end."""
+        request_id = f"ask-{len(self.answers)}"
+        self.add(request_id, prompt, namespace, **params)
+        self.run()
+        return self.answers[request_id]
+
+    def _record(self, outputs: list[Output]) -> None:
+        for item in outputs:
+            self.answers[item.request_id].outputs.append(item.output)
+        self.cache.check_integrity()
+        assert len(self.cache.sequences) == len(self.scheduler.running)
+        for block_id in range(self.cache.num_blocks):
+            if self.cache.pool.ref_count(block_id) == 0:
+                self.runner.slots[block_id] = POISON
+
+
+def cold(prompt: Sequence[int], **params: Any) -> Answer:
+    """What a request gets from a fresh engine with plenty of room and no cache."""
+    length = len(prompt) + (params.get("max_tokens") or 1) + 1
+    harness = Harness(length, 1, enabled=False, max_num_batched_tokens=max(64, length))
+    return harness.ask(prompt, **params)
+
+
+def prompt_of(length: int, seed: int = 0, vocab_size: int = VOCAB) -> list[int]:
+    """Random printable ids."""
+    return [int(i) for i in np.random.default_rng(seed).integers(32, vocab_size, length)]
