@@ -37,7 +37,9 @@ FIGURES = {  # name -> whether more is better
 }
 
 
-async def run(url: str, conversations: list[Conversation], args: argparse.Namespace) -> dict[str, Any]:
+async def run(
+    url: str, conversations: list[Conversation], args: argparse.Namespace
+) -> dict[str, Any]:
     """Play all conversations once; return the figures of the run."""
     samples: list[Sample] = []
     queue = list(reversed(conversations))
@@ -91,7 +93,9 @@ def figures(samples: list[Sample], wall_s: float) -> dict[str, Any]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("url", nargs="+", help="one or two servers")
     parser.add_argument("--model", help="model name; default: the first the server lists")
     parser.add_argument("--conversations", type=int, default=24)

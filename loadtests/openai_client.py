@@ -31,9 +31,7 @@ class Sample:
     error: str | None = None
 
 
-async def stream_chat(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
-) -> Sample:
+async def stream_chat(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Sample:
     """Send a chat completion with `stream` and read it to its end; failures are in `error`."""
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     sample = Sample()

@@ -88,9 +88,7 @@ def serve(config: str | None = None, **options: str | None) -> None:
         ),
     )
     try:
-        code = asyncio.run(
-            run_server(application, settings.host, settings.port, on_ready=on_ready)
-        )
+        code = asyncio.run(run_server(application, settings.host, settings.port, on_ready=on_ready))
     except OSError as error:
         reason = error.strerror or error
         _fail(f"--host {settings.host} --port {settings.port} can't be listened on: {reason}")

@@ -131,7 +131,8 @@ class ServeConfig:
         None, _text(), "Name of the model in the API. Default: the model's own."
     )
     load_format: str = _option(
-        "auto", _choice("auto", "safetensors", "gguf", "dummy"),
+        "auto",
+        _choice("auto", "safetensors", "gguf", "dummy"),
         "dummy gives random weights for the config.json of --model.",
     )
     dtype: str = _option(
@@ -139,9 +140,7 @@ class ServeConfig:
         _choice("auto", "bfloat16", "float16", "float32"),
         "Type of weights and KV. auto: the model's own.",
     )
-    device: str = _option(
-        "cpu", _choice("cpu"), "Where the model runs."
-    )
+    device: str = _option("cpu", _choice("cpu"), "Where the model runs.")
     threads: int | None = _option(
         None, _auto(_integer(1, 1024)), "Threads of the model. auto: one per physical core."
     )

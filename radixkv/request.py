@@ -83,7 +83,9 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise RequestRejectedError("top_p must be greater than 0", param="top_p")
         if self.top_k < -1:
-            raise RequestRejectedError(f"top_k must be at least -1, got {self.top_k}", param="top_k")
+            raise RequestRejectedError(
+                f"top_k must be at least -1, got {self.top_k}", param="top_k"
+            )
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0)
         if self.repetition_penalty == 0.0:

@@ -10,8 +10,8 @@ import pytest
 # As the command line does, before torch is loaded: the tests may share their cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from radixkv.errors import ConfigError  # noqa: E402
-from radixkv.model.pull import ensure_default_model  # noqa: E402
+from radixkv.errors import ConfigError
+from radixkv.model.pull import ensure_default_model
 
 
 @pytest.fixture(scope="session")

@@ -69,8 +69,8 @@ class Sequence:
         """Take over the longest cached prefix; return its length in tokens.
 
         Whole blocks are shared by a lock. A partly matching block is copied into a block of this
-        sequence, or taken over in place when it is an unshared tail; if no block can be had for
-        the copy it is left out.
+        sequence, so that the next one finds it too; if no block can be had for the copy, an
+        unshared tail that matches as a whole is taken over in place, and anything else left out.
 
         Args:
             max_tokens: take no more than this (default: all but the last token).
@@ -199,15 +199,14 @@ class Sequence:
     def _take_partial(self, partial: Node, source: int, num_tokens: int) -> None:
         """Get a block that holds the first `num_tokens` of block `source`, if one can be had."""
         cache = self.cache
-        whole = partial.is_tail and len(partial.tokens) == num_tokens * TOKEN_BYTES
-        if whole and cache.pool.ref_count(source) == 1:
-            self._blocks.append(cache.take_tail(partial))
-        else:
-            try:
-                own = cache.copy_on_write(source, self._blocks[-1] if self.num_blocks else None)
-            except OutOfBlocksError:
+        after = self._blocks[-1] if self.num_blocks else None
+        try:
+            self._blocks.append(cache.copy_on_write(source, after))
+        except OutOfBlocksError:
+            whole = partial.is_tail and len(partial.tokens) == num_tokens * TOKEN_BYTES
+            if not whole or cache.pool.ref_count(source) > 1:
                 return
-            self._blocks.append(own)
+            self._blocks.append(cache.take_tail(partial))
         self.num_computed += num_tokens
 
 

@@ -119,6 +119,7 @@ class AsyncEngine:
         self.block_size = engine.cache.block_size
         self.max_num_waiting = max_num_waiting
         self._streams: dict[str, RequestStream] = {}
+        self._done = asyncio.Event()  # the thread has ended
         self._idle = asyncio.Event()  # no streams
         self._idle.set()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -154,8 +155,10 @@ class AsyncEngine:
         await self._idle.wait()
         self._stopping = True
         self._notify()
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+        if (thread := self._thread) is not None:
+            # Not joined in a worker thread, which a step that never ends would keep for ever.
+            await self._done.wait()
+            thread.join()
             self._thread = None
 
     def submit(
@@ -328,6 +331,8 @@ class AsyncEngine:
         if self._failure is not None:
             error = self._failure
             self._send([_failure(request_id, error) for request_id in list(self._streams)])
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._done.set)
 
     def _send(self, outputs: list[Output]) -> None:
         if outputs and self._loop is not None and not self._loop.is_closed():

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -114,7 +115,10 @@ class Engine:
             raise RequestRejectedError("the prompt must not be empty", param="prompt")
         if length >= self.max_model_len:
             raise ContextLengthError(length, self.max_model_len)
-        ids = np.asarray(prompt_token_ids)
+        try:
+            ids = np.asarray(prompt_token_ids)
+        except (ValueError, OverflowError):  # ragged, or beyond 64 bits
+            ids = np.empty(0, dtype=np.object_)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise RequestRejectedError("token ids must be integers", param="prompt")
         vocab = self.runner.vocab_size
@@ -362,7 +366,7 @@ class Engine:
                 for name, (looked_up, hit) in windows.items()
             },
             namespaces={
-                "/".join(namespace) or "default": {
+                _label(namespace): {
                     "requests": entry.requests,
                     "looked_up": entry.tokens_looked_up,
                     "hit": entry.tokens_hit,
@@ -376,3 +380,8 @@ class Engine:
     def _namespace_blocks(self, namespace: Namespace) -> int:
         root = self.cache.tree.roots.get(namespace)
         return root.root.num_blocks if root is not None else 0
+
+
+def _label(namespace: Namespace) -> str:
+    """Return a name that no other namespace has: fields joined by slashes, their own escaped."""
+    return "/".join(quote(field, safe="") for field in namespace) if namespace else "default"

@@ -37,6 +37,8 @@ class _Call:
         mask: additive, broadcast to `[batch, heads, rows, length]`.
         out, lse: views of the slabs, `[batch, heads, rows, head_dim]` and without the last; with
             `tokens`, the whole level, `[num_kv_heads, num_tokens, group_size(, head_dim)]`.
+        is_wide: the KV heads are one head of `num_kv_heads * head_dim` to the kernel; `out` and
+            `lse` are `[batch, num_kv_heads, group_size(, head_dim)]`.
     """
 
     query: torch.Tensor | None
@@ -50,6 +52,7 @@ class _Call:
     lse: torch.Tensor
     tokens: torch.Tensor | None = None
     is_tail: bool = False
+    is_wide: bool = False
 
 
 class CpuAttention(AttentionBackend):
@@ -61,6 +64,12 @@ class CpuAttention(AttentionBackend):
     are just more rows, and the sequences of a group are a slice. A run of consecutive blocks is
     a strided view of the pool with the KV heads as its batch. Runs too short for a call of their
     own are gathered, all of a layer's at once.
+
+    A single decode token has so few rows that the kernel spends its time on starting products. Its
+    queries are therefore laid out block-diagonally, `[num_heads, num_kv_heads * head_dim]` with
+    zeros outside of each query's own KV head, and all KV heads are read as one wide head: a third
+    of the products for three heads, each over contiguous memory, and the same result, since what
+    the zeros add is exactly zero.
 
     Invariants: only slots of a sequence's own tokens are read, so nothing that lies elsewhere in
     the pool, NaN included, can reach an output. The same batch gives the same bits every time,
@@ -85,6 +94,9 @@ class CpuAttention(AttentionBackend):
         )
         self.tuning = tuning or Tuning()
         self.group_size = num_heads // num_kv_heads
+        self._width = num_kv_heads * head_dim
+        self._can_widen = num_kv_heads > 1 and self._width <= self.tuning.max_wide
+        self._has_wide = False
         self._plan: AttentionPlan | None = None
         self._calls: list[_Call] = []
         self._causals: list[tuple[CausalCall, torch.Tensor, torch.Tensor]] = []
@@ -118,6 +130,7 @@ class CpuAttention(AttentionBackend):
             group_size=self.group_size,
             num_threads=torch.get_num_threads(),
             tuning=self.tuning,
+            can_widen=self._can_widen,
         )
         self._plan = plan
         self._plan_writes(metadata.slot_mapping)
@@ -126,6 +139,13 @@ class CpuAttention(AttentionBackend):
         self._gather_rows = torch.cat([slots, slots + self._value_row])
         self._gathered = self._buffer("gathered", (len(self._gather_rows), kvh * dim))
         self._query = self._buffer("query", (kvh, rows, dim))
+        self._has_wide = any(run.is_wide for run in plan.runs) or (
+            self._can_widen and bool(plan.tails)
+        )
+        if self._has_wide:
+            # Zero outside the diagonal blocks, which are all that is ever written.
+            shape = (plan.num_tokens, kvh, self.group_size, kvh, dim)
+            self._wide = self._buffer("wide", shape)
         levels = plan.num_levels
         self._out = self._buffer("out", (levels, kvh, rows, dim), torch.float32)
         self._lse = self._buffer("lse", (levels, kvh, rows), torch.float32)
@@ -163,6 +183,8 @@ class CpuAttention(AttentionBackend):
             torch.index_select(self._layer_rows[layer], 0, self._gather_rows, out=self._gathered)
         if self._calls:
             self._by_token(self._query).copy_(grouped)
+        if self._has_wide:
+            _diagonal(self._wide).copy_(grouped.permute(0, 2, 3, 1))
         if len(self._calls) + len(self._causals) == 1 and plan.num_levels == 1:
             return self._run_only_call(layer, grouped, key, value).reshape(query.shape)
         for call in self._calls:
@@ -188,9 +210,10 @@ class CpuAttention(AttentionBackend):
         if not self._calls:
             out, _ = self._attend_causal(self._causals[0][0], grouped, key, value)
             return out.permute(2, 0, 1, 3)
-        out, _ = self._attend(layer, self._calls[0])
+        call = self._calls[0]
+        out, _ = self._attend(layer, call)
         # A batch of tails has its tokens in front already; a lone run is of one token.
-        return out if self._calls[0].is_tail else out.transpose(0, 1)
+        return out if call.is_tail or call.is_wide else out.transpose(0, 1)
 
     def _merge(self, num_levels: int) -> torch.Tensor:
         """Return `[num_kv_heads, rows, head_dim]`, the slabs' levels merged."""
@@ -209,15 +232,28 @@ class CpuAttention(AttentionBackend):
         query, key, value = call.query, call.key, call.value
         if query is None:
             assert call.tokens is not None
-            query = self._query.view(self.num_kv_heads, -1, self.group_size, self.head_dim)
-            query = query.index_select(1, call.tokens).transpose(0, 1)
+            if call.is_wide:
+                query = self._wide_rows(self._wide.index_select(0, call.tokens))
+            else:
+                query = self._query.view(self.num_kv_heads, -1, self.group_size, self.head_dim)
+                query = query.index_select(1, call.tokens).transpose(0, 1)
         if key is None or value is None:
             pool = self.pool
             offset = layer * self._layer_elements + call.offset
             key = pool.data.as_strided(call.size, call.stride, offset)
             offset += pool.num_layers * self._layer_elements
             value = pool.data.as_strided(call.size, call.stride, offset)
-        return _flash(query, key, value, self.scale, mask=call.mask)
+        out, lse = _flash(query, key, value, self.scale, mask=call.mask)
+        if call.is_wide:
+            kvh, group = self.num_kv_heads, self.group_size
+            out = _diagonal(out.view(-1, kvh, group, kvh, self.head_dim)).permute(0, 3, 1, 2)
+            lse = lse.view(-1, kvh, group)
+        return out, lse
+
+    def _wide_rows(self, wide: torch.Tensor) -> torch.Tensor:
+        """Return wide queries as the kernel takes them, `[tokens, 1, rows, width]`."""
+        kvh, dim = self.num_kv_heads, self.head_dim
+        return wide.view(-1, 1, kvh * self.group_size, kvh * dim)
 
     def _attend_causal(
         self, call: CausalCall, grouped: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -251,7 +287,8 @@ class CpuAttention(AttentionBackend):
                 self._writes.append((slice(slot, slot + hi - lo), slice(lo, hi)))
 
     def _run_call(self, run: RunCall) -> _Call:
-        kvh, dim, splits = self.num_kv_heads, self.head_dim, run.num_splits
+        splits = run.num_splits
+        kvh, dim = (1, self._width) if run.is_wide else (self.num_kv_heads, self.head_dim)
         lo, hi = run.first_token * self.group_size, run.last_token * self.group_size
         part, rest = divmod(run.length, splits)
         # Parts start `part` tokens apart and are `rest` tokens longer than that, so the first
@@ -266,49 +303,65 @@ class CpuAttention(AttentionBackend):
         if run.gathered:
             key, value = self._gathered_views(size, stride, run.start)
         levels = slice(run.level, run.level + splits)
+        out, lse = self._out[levels, :, lo:hi], self._lse[levels, :, lo:hi]
+        if run.is_wide:
+            query = self._wide_rows(self._wide[run.first_token])
+        else:
+            query = self._query[:, None, lo:hi]
+            out, lse = out.transpose(0, 1), lse.transpose(0, 1)
         return _Call(
-            query=self._query[:, None, lo:hi].expand(-1, splits, -1, -1),
+            query=query.expand(-1, splits, -1, -1),
             key=key,
             value=value,
             mask=mask,
             size=size,
             stride=stride,
-            offset=run.start * kvh * dim,
-            out=self._out[levels, :, lo:hi].transpose(0, 1),
-            lse=self._lse[levels, :, lo:hi].transpose(0, 1),
+            offset=run.start * self._width,
+            out=out,
+            lse=lse,
+            is_wide=run.is_wide,
         )
 
     def _tail_call(self, tail: TailCall) -> _Call:
-        kvh, dim, group = self.num_kv_heads, self.head_dim, self.group_size
         count, first = len(tail.tokens), int(tail.tokens[0])
+        wide = self._can_widen
+        kvh, dim = (1, self._width) if wide else (self.num_kv_heads, self.head_dim)
         size = (count, kvh, tail.width, dim)
-        stride = (tail.width * kvh * dim, dim, kvh * dim, 1)
+        stride = (tail.width * self._width, dim, self._width, 1)
         key, value = self._gathered_views(size, stride, tail.start)
         mask = None
         if tail.is_padded:
             padding = np.arange(tail.width) >= tail.lengths[:, None]
             mask = torch.zeros((count, 1, 1, tail.width), dtype=self.pool.dtype)
             mask.masked_fill_(torch.from_numpy(padding)[:, None, None, :], -math.inf)
-        query = self._query.view(kvh, -1, group, dim)
-        out = self._out[tail.level].view(kvh, -1, group, dim)
-        lse = self._lse[tail.level].view(kvh, -1, group)
+        shape = (self.num_kv_heads, -1, self.group_size)
+        out = self._out[tail.level].view(*shape, self.head_dim)
+        lse = self._lse[tail.level].view(shape)
+        query: torch.Tensor | None = None
+        tokens: torch.Tensor | None = None
         if int(tail.tokens[-1]) - first + 1 == count:
             rows = slice(first, first + count)
-            query, out, lse = (t[:, rows].transpose(0, 1) for t in (query, out, lse))
-            return _Call(query, key, value, mask, size, stride, 0, out, lse, is_tail=True)
-        tokens = torch.from_numpy(tail.tokens)
-        return _Call(None, key, value, mask, size, stride, 0, out, lse, tokens, is_tail=True)
+            out, lse = out[:, rows].transpose(0, 1), lse[:, rows].transpose(0, 1)
+            query = (
+                self._wide_rows(self._wide[rows])
+                if wide
+                else self._query.view(*shape, self.head_dim)[:, rows].transpose(0, 1)
+            )
+        else:
+            tokens = torch.from_numpy(tail.tokens)
+        return _Call(
+            query, key, value, mask, size, stride, 0, out, lse, tokens, is_tail=True, is_wide=wide
+        )
 
     def _gathered_views(
         self, size: tuple[int, ...], stride: tuple[int, ...], row: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of gathered tokens from `row` on."""
         assert self._plan is not None
-        width = self.num_kv_heads * self.head_dim
         value_row = row + len(self._plan.gather_slots)
         return (
-            self._gathered.as_strided(size, stride, row * width),
-            self._gathered.as_strided(size, stride, value_row * width),
+            self._gathered.as_strided(size, stride, row * self._width),
+            self._gathered.as_strided(size, stride, value_row * self._width),
         )
 
     def _slab_rows(
@@ -332,6 +385,12 @@ class CpuAttention(AttentionBackend):
                 buffer = torch.zeros(size + size // 2, dtype=dtype or self.pool.dtype)
             self._buffers[name] = buffer
         return buffer[:size].view(shape)
+
+
+def _diagonal(wide: torch.Tensor) -> torch.Tensor:
+    """Return `[tokens, group_size, head_dim, num_kv_heads]` of `[tokens, kvh, group, kvh, dim]`:
+    what belongs to each query's own KV head."""
+    return wide.diagonal(dim1=1, dim2=3)
 
 
 def _flash(

@@ -27,13 +27,18 @@ class Tuning:
         max_runs: most such calls for one segment of one sequence or group, the longest runs
             first, since each of them adds a partial result to merge.
         min_split: tokens each part must have when a run is halved to keep all threads busy.
+        min_wide_split: the same for calls of single decode tokens over one wide head.
         min_bucket: padded tokens that a second batch of tails must save to be worth its call.
+        max_wide: widest `num_kv_heads * head_dim` at which the KV heads are read as one wide
+            head by the calls of single decode tokens.
     """
 
     min_run: int = 384
     max_runs: int = 4
     min_split: int = 512
+    min_wide_split: int = 256
     min_bucket: int = 512
+    max_wide: int = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,8 @@ class RunCall:
 
     They start at row `start` of the gathered tokens, or at slot `start` of the pool, and lie
     before every one of the query tokens, or are those of a decode, its new token included. The
-    `length` tokens are cut into `num_splits` parts, whose results go to consecutive levels.
+    `length` tokens are cut into `num_splits` parts, whose results go to consecutive levels. A wide
+    call is of one query token and takes all KV heads for one.
     """
 
     first_token: int
@@ -52,6 +58,7 @@ class RunCall:
     length: int
     num_splits: int
     level: int
+    is_wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +121,14 @@ def plan_attention(
     group_size: int,
     num_threads: int,
     tuning: Tuning,
+    can_widen: bool = False,
 ) -> AttentionPlan:
     """Choose the calls for a batch.
 
     Args:
         group_size: query heads of a KV head.
         num_threads: threads that a kernel call runs on.
+        can_widen: whether single decode tokens may read all KV heads as one.
 
     Raises:
         ValueError: an empty batch or sequence, a block id outside the pool, or a group that
@@ -128,7 +137,9 @@ def plan_attention(
     Cost: a few numpy calls a sequence, O(blocks).
     """
     _check(metadata, block_size, num_blocks)
-    planner = _Planner(metadata, block_size, num_kv_heads, group_size, num_threads, tuning)
+    planner = _Planner(
+        metadata, block_size, num_kv_heads, group_size, num_threads, tuning, can_widen
+    )
     planner.add_groups()
     planner.add_private()
     return planner.finish()
@@ -142,6 +153,7 @@ class _Planner:
     group_size: int
     num_threads: int
     tuning: Tuning
+    can_widen: bool
     runs: list[RunCall] = field(default_factory=list)
     tails: list[TailCall] = field(default_factory=list)
     causals: list[CausalCall] = field(default_factory=list)
@@ -250,19 +262,24 @@ class _Planner:
         self, first_seq: int, last_seq: int, start: int, length: int, *, gathered: bool
     ) -> None:
         first_token, last_token = self.token_loc[first_seq], self.token_loc[last_seq]
-        num_splits = self._num_splits((last_token - first_token) * self.group_size, length)
+        is_wide = self.can_widen and last_token - first_token == 1
+        heads, num_rows = self.num_kv_heads, (last_token - first_token) * self.group_size
+        if is_wide:
+            heads, num_rows = 1, heads * num_rows
+        min_split = self.tuning.min_wide_split if is_wide else self.tuning.min_split
+        num_tasks = heads * -(-num_rows // _rows_per_task(num_rows))
+        num_splits = self._num_splits(num_tasks, length, min_split)
         level = self._take_levels(first_seq, last_seq, num_splits)
         self.runs.append(
-            RunCall(first_token, last_token, gathered, start, length, num_splits, level)
+            RunCall(first_token, last_token, gathered, start, length, num_splits, level, is_wide)
         )
 
-    def _num_splits(self, num_rows: int, length: int) -> int:
+    def _num_splits(self, num_tasks: int, length: int, min_split: int) -> int:
         """Return into how many parts to cut a run, so that no thread waits long for another."""
-        num_tasks = self.num_kv_heads * -(-num_rows // _rows_per_task(num_rows))
         best, best_cost = 1, -(-num_tasks // self.num_threads) * 1.0
         for splits in range(2, self.num_threads + 1):
             cost = -(-num_tasks * splits // self.num_threads) / splits
-            if length // splits >= self.tuning.min_split and cost < 0.95 * best_cost:
+            if length // splits >= min_split and cost < 0.95 * best_cost:
                 best, best_cost = splits, cost
         return best
 

@@ -20,26 +20,32 @@ def test_reuse_leaves_the_last_token_to_compute() -> None:
     assert sequence.num_tree_blocks == 1
 
 
-def test_reuse_of_an_unshared_tail_takes_it_in_place() -> None:
+def test_reuse_of_a_tail_copies_it_so_that_forks_find_it_too() -> None:
+    """Taking it in place left a second turn at the same time without it."""
     cache = RadixCache(8, 4)
     store(cache, range(6))
+    forks = [cache.create_sequence(range(10)) for _ in range(3)]
+    assert [fork.reuse() for fork in forks] == [6, 6, 6]
+    assert len(cache.take_copies()) == 3
+
+
+def test_reuse_of_an_unshared_tail_takes_it_in_place_when_no_block_is_left() -> None:
+    cache = RadixCache(3, 4)
+    store(cache, range(6))
+    holder = compute(cache, range(50, 54))
     sequence = cache.create_sequence(range(10))
     assert sequence.reuse() == 6
     assert not cache.pending_copies
-    assert cache.num_tree_blocks == 1
+    assert cache.num_tree_blocks == 2
+    holder.free()
 
 
 def test_tail_that_a_copy_reads_is_not_taken_in_place() -> None:
-    cache = RadixCache(8, 4)
+    cache = RadixCache(2, 4)
     store(cache, [1, 2, 3])
     first, second = cache.create_sequence([1, 2, 9]), cache.create_sequence([1, 2, 3, 9])
-    assert (first.reuse(), second.reuse()) == (2, 3)
-    assert hit(cache, [1, 2, 3]) == 3
-    copies = cache.take_copies()
-    assert [destination for _, destination in copies] == [
-        first.block_table[0],
-        second.block_table[0],
-    ]
+    assert (first.reuse(), second.reuse()) == (2, 0)
+    assert len(cache.take_copies()) == 1
 
 
 def test_reuse_of_half_a_block_copies_it() -> None:

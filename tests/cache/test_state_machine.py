@@ -85,11 +85,7 @@ class CacheMachine(RuleBasedStateMachine):
 
         hit = sequence.reuse(limit, partial=partial)
 
-        if partial and sources and in_place:
-            assert tail is not None
-            mirror.table.append(entries.pop(tail).block)
-            mirror.computed = found
-        elif partial and sources and room:
+        if partial and sources and room:
             own = sequence.block_table.tolist()[-1]
             source = self.cache.pending_copies[own]
             assert source in source_blocks
@@ -97,6 +93,10 @@ class CacheMachine(RuleBasedStateMachine):
             model.evict(int(not model.num_free()))
             model.obtain([own])
             mirror.table.append(own)
+            mirror.computed = found
+        elif partial and sources and in_place:
+            assert tail is not None
+            mirror.table.append(entries.pop(tail).block)
             mirror.computed = found
         assert hit == sequence.num_cached_tokens == mirror.computed
         self.open.append((sequence, mirror))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes import Harness, cold, prompt_of
+from fakes import Harness, cold, make_engine, prompt_of
 
 from radixkv.errors import ContextLengthError, RequestRejectedError
 from radixkv.request import SamplingParams
@@ -371,3 +371,21 @@ def test_end_token_stops_and_is_not_part_of_the_text() -> None:
     late = harness.ask(prompt, max_tokens=30, min_tokens=at + 3, **GREEDY)
     assert len(late.token_ids) >= at + 3
     assert eos not in late.token_ids[: at + 3]
+
+
+@pytest.mark.parametrize("prompt", [[[1], [2, 3]], [[1, 2]], ["a"], [1.5], [2**70]])
+def test_prompts_that_are_not_flat_lists_of_ids_are_rejected(prompt: list[object]) -> None:
+    """A ragged list was numpy's ValueError, which the server answered with 500."""
+    with pytest.raises(RequestRejectedError, match="integers"):
+        make_engine().validate(prompt, SamplingParams())  # type: ignore[arg-type]
+
+
+def test_namespaces_have_different_names_in_the_report() -> None:
+    """("a", "b") and ("a/b",) shared one entry."""
+    engine = make_engine()
+    namespaces: list[tuple[str, ...]] = [(), ("",), ("a", "b"), ("a/b",), ("a%2Fb",), ("", "x")]
+    for i, namespace in enumerate(namespaces):
+        engine.add_request(str(i), [1, 2], SamplingParams(max_tokens=1), namespace=namespace)
+    while engine.has_work:
+        engine.step()
+    assert len(engine.stats().namespaces) == len(namespaces)

@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,8 +16,13 @@ LAYERS, DIM = 2, 16
 # Absolute and relative; outputs are means of standard normal values.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 GATHER_ALL = Tuning(min_run=10**9, min_split=10**9)
-VIEW_ALL = Tuning(min_run=1, max_runs=10**9, min_split=1)
-MIXED = Tuning(min_run=9, max_runs=2, min_split=2, min_bucket=4)
+VIEW_ALL = Tuning(min_run=1, max_runs=10**9, min_split=1, min_wide_split=1)
+MIXED = Tuning(min_run=9, max_runs=2, min_split=2, min_wide_split=3, min_bucket=4)
+# One kernel head per KV head, as for models with many of them.
+NARROW_GATHER_ALL = replace(GATHER_ALL, max_wide=0)
+NARROW_VIEW_ALL = replace(VIEW_ALL, max_wide=0)
+NARROW_MIXED = replace(MIXED, max_wide=0)
+TUNINGS = [GATHER_ALL, VIEW_ALL, MIXED, NARROW_GATHER_ALL, NARROW_VIEW_ALL, NARROW_MIXED]
 
 
 @dataclass
@@ -143,7 +148,7 @@ def _two_threads() -> None:
     torch.set_num_threads(2)
 
 
-@pytest.mark.parametrize("tuning", [GATHER_ALL, VIEW_ALL, MIXED])
+@pytest.mark.parametrize("tuning", TUNINGS)
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("order", ["consecutive", "shuffled", "pieces"])
 def test_decode_at_block_boundaries(tuning: Tuning, block_size: int, order: str) -> None:
@@ -152,14 +157,14 @@ def test_decode_at_block_boundaries(tuning: Tuning, block_size: int, order: str)
     _case([(n - 1, 1) for n in lens], block_size=b, order=order).check(tuning)
 
 
-@pytest.mark.parametrize("tuning", [GATHER_ALL, VIEW_ALL, MIXED])
+@pytest.mark.parametrize("tuning", TUNINGS)
 @pytest.mark.parametrize("order", ["consecutive", "shuffled", "pieces"])
 @pytest.mark.parametrize("context", [0, 1, 3, 4, 5, 8, 61])
 def test_single_decode(tuning: Tuning, order: str, context: int) -> None:
     _case([(context, 1)], order=order).check(tuning)
 
 
-@pytest.mark.parametrize("tuning", [GATHER_ALL, VIEW_ALL, MIXED])
+@pytest.mark.parametrize("tuning", TUNINGS)
 @pytest.mark.parametrize("order", ["consecutive", "shuffled", "pieces"])
 def test_prefill_chunks_mixed_with_decodes(tuning: Tuning, order: str) -> None:
     seqs = [(7, 1), (0, 5), (30, 1), (9, 3), (64, 17), (0, 1), (16, 4)]
@@ -178,7 +183,7 @@ NESTED = (
 )
 
 
-@pytest.mark.parametrize("tuning", [GATHER_ALL, VIEW_ALL, MIXED])
+@pytest.mark.parametrize("tuning", TUNINGS)
 @pytest.mark.parametrize("order", ["consecutive", "shuffled", "pieces"])
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (5, 1)])
 def test_groups_nested_three_deep(tuning: Tuning, order: str, heads: tuple[int, int]) -> None:
@@ -186,7 +191,7 @@ def test_groups_nested_three_deep(tuning: Tuning, order: str, heads: tuple[int, 
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("tuning", [GATHER_ALL, VIEW_ALL, MIXED])
+@pytest.mark.parametrize("tuning", TUNINGS)
 def test_every_dtype(dtype: torch.dtype, tuning: Tuning) -> None:
     _case(*NESTED, order="pieces", dtype=dtype).check(tuning)
 
@@ -258,6 +263,8 @@ def test_writes_land_in_the_slots_of_the_mapping_only(
         Tuning,
         min_run=st.integers(1, 30),
         max_runs=st.integers(0, 3),
+        max_wide=st.sampled_from([0, 512]),
+        min_wide_split=st.integers(1, 8),
         min_split=st.integers(1, 20),
         min_bucket=st.integers(0, 30),
     ),
@@ -311,3 +318,12 @@ def test_run_rejects_a_batch_that_was_not_planned() -> None:
         backend.run(0, case.query[:1], case.key[:1], case.value[:1])
     with pytest.raises(ValueError, match="query must be"):
         backend.run(0, case.query.half(), case.key.half(), case.value.half())
+
+
+@pytest.mark.parametrize("order", ["consecutive", "pieces"])
+def test_wide_heads_give_the_bits_of_narrow_ones(order: str) -> None:
+    """What the zeros beside a query's own KV head add is exactly zero."""
+    case = _case([(40, 1), (23, 1), (9, 1)], order=order)
+    for wide in (GATHER_ALL, VIEW_ALL):
+        unsplit = replace(wide, min_split=10**9, min_wide_split=10**9)
+        assert torch.equal(case.run(unsplit), case.run(replace(unsplit, max_wide=0)))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import make_engine
 from server_fakes import END, STOP, FakeTokenizer, read_events, until
 
 from radixkv.engine import AsyncEngine
@@ -18,30 +16,13 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
-def _engine_fakes() -> Any:
-    path = Path(__file__).parents[1] / "engine" / "fakes.py"
-    spec = importlib.util.spec_from_file_location("engine_fakes_for_server", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Its dataclasses look their own module up.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def fakes() -> Any:
-    return _engine_fakes()
-
-
 @pytest.fixture
-def serve(fakes: Any, make_client: Any) -> Any:
+def serve(make_client: Any) -> Any:
     """Serve a real engine; keyword arguments are those of `make_engine`."""
 
     async def start(max_num_waiting: int = 64, **limits: Any) -> tuple[Any, AsyncEngine]:
         limits = {"num_blocks": 256, "block_size": 16, "max_num_batched_tokens": 256, **limits}
-        engine = fakes.make_engine(eos_token_ids=(END, STOP), **limits)
+        engine = make_engine(eos_token_ids=(END, STOP), **limits)
         engine.tokenizer = tokenizer = FakeTokenizer()
         served = AsyncEngine(engine, tokenizer, model_name="real", max_num_waiting=max_num_waiting)
         return await make_client(served), served
