@@ -11,6 +11,7 @@ from radixkv.cache.eviction import LRUEvictor
 from radixkv.cache.hashing import TOKEN_BYTES, Digest, default_digest, hash_blocks
 from radixkv.cache.int_vector import Int32Array, as_int32
 from radixkv.cache.integrity import check_cache
+from radixkv.cache.observer import CacheObserver
 from radixkv.cache.radix_tree import Match, Node, RadixTree
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.stats import CacheStats
@@ -73,6 +74,7 @@ class RadixCache:
         self.enabled = enabled
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.observers: list[CacheObserver] = []
         self.sequences: set[Sequence] = set()
         self.num_tree_blocks = 0
         self.num_locked_blocks = 0
@@ -217,7 +219,10 @@ class RadixCache:
 
     def reset(self) -> int:
         """Evict everything that can be evicted; return how many blocks became free."""
-        return self.evict(self.num_blocks)
+        freed = self.evict(self.num_blocks)
+        for observer in self.observers:
+            observer.on_cleared()
+        return freed
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` blocks, evicting if need be.
@@ -279,6 +284,8 @@ class RadixCache:
         self.num_tree_blocks += 1
         tail.last_access = self.next_tick()
         self._refresh(tail)
+        for observer in self.observers:
+            observer.on_stored(tail, 0, 1)
 
     def take_tail(self, tail: Node) -> int:
         """Take a tail out of the tree; return its block, which the caller now holds."""
@@ -365,15 +372,20 @@ class RadixCache:
         hashes = hash_blocks(node.last_hash, tokens, self.tree.block_bytes, self.tree.digest)
         self.num_tree_blocks += len(block_ids)
         self.num_locked_blocks += len(block_ids)
+        first = 0
         if node.ref_count == 1 and node.is_leaf and not node.is_root:
             # Only the caller holds it, so its run grows in place.
+            first = node.num_blocks
             self.tree.extend(node, hashes, tokens, block_ids)
-            return node
-        self._drop_tails(node, tokens)
-        child = self.tree.add_child(node, hashes, tokens, block_ids)
-        child.ref_count = 1
-        child.last_access = node.last_access
-        return child
+        else:
+            self._drop_tails(node, tokens)
+            last_access = node.last_access
+            node = self.tree.add_child(node, hashes, tokens, block_ids)
+            node.ref_count = 1
+            node.last_access = last_access
+        for observer in self.observers:
+            observer.on_stored(node, first, len(block_ids))
+        return node
 
     def _lock_child(self, child: Node) -> None:
         """Move a lock from a node to its child: the ancestors are counted already."""
@@ -389,6 +401,9 @@ class RadixCache:
             self.pool.release((self.take_tail(tail),))
 
     def _evict_from(self, leaf: Node, wanted: int) -> int:
+        count = min(wanted, leaf.num_blocks)
+        for observer in self.observers:
+            observer.on_removed(leaf, leaf.num_blocks - count, count)
         if leaf.num_blocks > wanted:
             dropped = self.tree.trim(leaf, wanted)
             self.num_tree_blocks -= len(dropped)
