@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +16,8 @@ from server_fakes import FakeEngine, until
 
 from radixkv.server import ServerConfig, create_app, run_server
 
+# Generous for a loaded machine, and far below the drain limits that must not be waited for.
+LONG_S = 20
 PROMPT = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
 
 
@@ -88,10 +89,9 @@ async def test_drain_limit_ends_the_rest_with_an_error_event() -> None:
     async with running(engine, drain_timeout_s=0.3) as (server, http):
         await server.open_streams(http, 4)
         server.stop.set()
-        started = time.monotonic()
-        texts = await asyncio.gather(*server.streams)
-        assert await server.server == 0
-        assert time.monotonic() - started < 2
+        async with asyncio.timeout(LONG_S):
+            texts = await asyncio.gather(*server.streams)
+            assert await server.server == 0
     for text in texts:
         assert '"code":"request_aborted"' in text.rstrip().rsplit("\n\n", 1)[-1]
         assert "[DONE]" not in text
@@ -106,22 +106,20 @@ async def test_second_signal_stops_at_once() -> None:
         await until(server.stop.is_set)
         await asyncio.sleep(0.05)
         assert not server.server.done()
-        started = time.monotonic()
         os.kill(os.getpid(), signal.SIGINT)
-        assert await server.server == 0
-        assert time.monotonic() - started < 2
+        async with asyncio.timeout(LONG_S):
+            assert await server.server == 0
         texts = await asyncio.gather(*server.streams)
     assert all("[DONE]" not in text for text in texts)
 
 
-async def test_idle_server_stops_quickly_and_frees_its_port() -> None:
-    async with running(FakeEngine()) as (server, http):
+async def test_idle_server_stops_without_draining_and_frees_its_port() -> None:
+    async with running(FakeEngine(), drain_timeout_s=60) as (server, http):
         async with http.get(f"{server.url}/health") as health:
             assert health.status == 200
-        started = time.monotonic()
         server.stop.set()
-        assert await server.server == 0
-        assert time.monotonic() - started < 1
+        async with asyncio.timeout(LONG_S):
+            assert await server.server == 0
         url = server.url
     async with running(FakeEngine()) as (server, _):
         assert server.url.startswith("http://127.0.0.1:")
