@@ -38,7 +38,8 @@ class _Call:
         out, lse: views of the slabs, `[batch, heads, rows, head_dim]` and without the last; with
             `tokens`, the whole level, `[num_kv_heads, num_tokens, group_size(, head_dim)]`.
         is_wide: the KV heads are one head of `num_kv_heads * head_dim` to the kernel; `out` and
-            `lse` are `[batch, num_kv_heads, group_size(, head_dim)]`.
+            `lse` are `[parts, num_kv_heads, tokens, group_size(, head_dim)]`, of a tail without
+            the tokens.
     """
 
     query: torch.Tensor | None
@@ -65,11 +66,11 @@ class CpuAttention(AttentionBackend):
     a strided view of the pool with the KV heads as its batch. Runs too short for a call of their
     own are gathered, all of a layer's at once.
 
-    A single decode token has so few rows that the kernel spends its time on starting products. Its
-    queries are therefore laid out block-diagonally, `[num_heads, num_kv_heads * head_dim]` with
-    zeros outside of each query's own KV head, and all KV heads are read as one wide head: a third
-    of the products for three heads, each over contiguous memory, and the same result, since what
-    the zeros add is exactly zero.
+    One or two decode tokens have so few rows that the kernel spends its time on starting products.
+    Their queries are therefore laid out block-diagonally, `[num_heads, num_kv_heads * head_dim]`
+    with zeros outside of each query's own KV head, and all KV heads are read as one wide head: a
+    third of the products for three heads, each over contiguous memory, and the same result, since
+    what the zeros add is exactly zero.
 
     Invariants: only slots of a sequence's own tokens are read, so nothing that lies elsewhere in
     the pool, NaN included, can reach an output. The same batch gives the same bits every time,
@@ -213,7 +214,9 @@ class CpuAttention(AttentionBackend):
         call = self._calls[0]
         out, _ = self._attend(layer, call)
         # A batch of tails has its tokens in front already; a lone run is of one token.
-        return out if call.is_tail or call.is_wide else out.transpose(0, 1)
+        if call.is_tail:
+            return out
+        return out[0].transpose(0, 1) if call.is_wide else out.transpose(0, 1)
 
     def _merge(self, num_levels: int) -> torch.Tensor:
         """Return `[num_kv_heads, rows, head_dim]`, the slabs' levels merged."""
@@ -245,9 +248,15 @@ class CpuAttention(AttentionBackend):
             value = pool.data.as_strided(call.size, call.stride, offset)
         out, lse = _flash(query, key, value, self.scale, mask=call.mask)
         if call.is_wide:
+            # Of [parts, tokens, kvh, group, kvh, dim] each query's own KV head, in front of the
+            # tokens.
             kvh, group = self.num_kv_heads, self.group_size
-            out = _diagonal(out.view(-1, kvh, group, kvh, self.head_dim)).permute(0, 3, 1, 2)
-            lse = lse.view(-1, kvh, group)
+            parts = out.shape[0] * out.shape[1]
+            out = out.view(parts, -1, kvh, group, kvh, self.head_dim)
+            out = out.diagonal(dim1=2, dim2=4).permute(0, 4, 1, 2, 3)
+            lse = lse.view(parts, -1, kvh, group).transpose(1, 2)
+            if call.is_tail:
+                out, lse = out.squeeze(2), lse.squeeze(2)
         return out, lse
 
     def _wide_rows(self, wide: torch.Tensor) -> torch.Tensor:
@@ -305,7 +314,9 @@ class CpuAttention(AttentionBackend):
         levels = slice(run.level, run.level + splits)
         out, lse = self._out[levels, :, lo:hi], self._lse[levels, :, lo:hi]
         if run.is_wide:
-            query = self._wide_rows(self._wide[run.first_token])
+            query = self._wide[run.first_token : run.last_token].view(1, 1, -1, self._width)
+            shape = (-1, self.group_size)
+            out, lse = out.unflatten(2, shape), lse.unflatten(2, shape)
         else:
             query = self._query[:, None, lo:hi]
             out, lse = out.transpose(0, 1), lse.transpose(0, 1)

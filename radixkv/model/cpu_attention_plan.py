@@ -27,10 +27,11 @@ class Tuning:
         max_runs: most such calls for one segment of one sequence or group, the longest runs
             first, since each of them adds a partial result to merge.
         min_split: tokens each part must have when a run is halved to keep all threads busy.
-        min_wide_split: the same for calls of single decode tokens over one wide head.
+        min_wide_split: the same for calls over one wide head.
         min_bucket: padded tokens that a second batch of tails must save to be worth its call.
         max_wide: widest `num_kv_heads * head_dim` at which the KV heads are read as one wide
-            head by the calls of single decode tokens.
+            head, by calls of few query tokens.
+        max_wide_tokens: most query tokens of such a call.
     """
 
     min_run: int = 384
@@ -39,6 +40,7 @@ class Tuning:
     min_wide_split: int = 256
     min_bucket: int = 512
     max_wide: int = 512
+    max_wide_tokens: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class RunCall:
     They start at row `start` of the gathered tokens, or at slot `start` of the pool, and lie
     before every one of the query tokens, or are those of a decode, its new token included. The
     `length` tokens are cut into `num_splits` parts, whose results go to consecutive levels. A wide
-    call is of one query token and takes all KV heads for one.
+    call takes all KV heads for one.
     """
 
     first_token: int
@@ -128,7 +130,7 @@ def plan_attention(
     Args:
         group_size: query heads of a KV head.
         num_threads: threads that a kernel call runs on.
-        can_widen: whether single decode tokens may read all KV heads as one.
+        can_widen: whether calls of few query tokens may read all KV heads as one.
 
     Raises:
         ValueError: an empty batch or sequence, a block id outside the pool, or a group that
@@ -262,7 +264,7 @@ class _Planner:
         self, first_seq: int, last_seq: int, start: int, length: int, *, gathered: bool
     ) -> None:
         first_token, last_token = self.token_loc[first_seq], self.token_loc[last_seq]
-        is_wide = self.can_widen and last_token - first_token == 1
+        is_wide = self.can_widen and last_token - first_token <= self.tuning.max_wide_tokens
         heads, num_rows = self.num_kv_heads, (last_token - first_token) * self.group_size
         if is_wide:
             heads, num_rows = 1, heads * num_rows

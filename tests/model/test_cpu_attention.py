@@ -265,6 +265,7 @@ def test_writes_land_in_the_slots_of_the_mapping_only(
         max_runs=st.integers(0, 3),
         max_wide=st.sampled_from([0, 512]),
         min_wide_split=st.integers(1, 8),
+        max_wide_tokens=st.integers(1, 6),
         min_split=st.integers(1, 20),
         min_bucket=st.integers(0, 30),
     ),
