@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from radixkv.config import ServeConfig
 from radixkv.engine import Engine, SamplingParams
-from radixkv.engine.factory import BuiltEngine
-from radixkv.model.loader import LoadedModel
+from radixkv.engine.factory import BuiltEngine, assemble_engine
+from radixkv.model.loader import LoadedModel, load_model
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 16
+# Logits of this model are up to 40, where bfloat16's spacing is 0.25.
+BF16_TIE = 0.5
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 SYSTEM = (
@@ -156,3 +159,35 @@ def test_small_chunks_equal_transformers(
 ) -> None:
     engine = build(max_num_batched_tokens=7, max_num_seqs=4).engine.engine
     assert answers(engine, prompts[-6:])[0] == expected[-6:]
+
+
+def test_bfloat16_flips_only_near_ties(default_model_dir: Path, prompts: list[list[int]]) -> None:
+    """Sums are taken in another order warm than cold, so a near tie may flip, and nothing else."""
+    model = load_model(str(default_model_dir), dtype="bfloat16")
+    engine = assemble_engine(model, ServeConfig(kv_cache_memory=256 * 1024**2)).engine.engine
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+    cold = [scored(engine, [prompt], params)[0] for prompt in prompts]
+    for answers_now in (
+        [scored(engine, [prompt], params)[0] for prompt in prompts],  # warm
+        scored(engine, prompts, params),  # warm and batched
+    ):
+        for before, now in zip(cold, answers_now, strict=True):
+            for (token, gap), (other, _) in zip(before, now, strict=True):
+                if token != other:
+                    assert gap < BF16_TIE
+                    break  # from here on the two are different texts
+
+
+def scored(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> list[list[tuple[int, float]]]:
+    """Return per prompt (token, log-probability by which it led the second) of each step."""
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    steps: list[list[tuple[int, float]]] = [[] for _ in prompts]
+    while engine.has_work:
+        for item in engine.step():
+            for logprob in item.output.logprobs or ():
+                (_, first), (_, second) = logprob.top
+                steps[int(item.request_id)].append((logprob.token_id, first - second))
+    return steps
