@@ -1,4 +1,4 @@
-"""The command line: `radixkv serve` and `radixkv pull`."""
+"""The command line: `radixkv serve`, `radixkv pull`, `radixkv tree`."""
 
 from __future__ import annotations
 
@@ -106,6 +106,26 @@ def pull() -> None:
     except RadixKVError as error:
         _fail(error)
     typer.echo(path)
+
+
+@app.command()
+def tree(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    depth: Annotated[int, typer.Option(min=1, max=64, help="Nodes on a path at most.")] = 4,
+    breadth: Annotated[int, typer.Option(min=1, max=1000, help="Children shown at most.")] = 10,
+    namespace: Annotated[str | None, typer.Option(help="Show only this namespace.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="RADIXKV_API_KEY", help="The server's key.")
+    ] = None,
+) -> None:
+    """Show what a running server has cached, as a tree."""
+    from radixkv.tree_view import fetch_tree, render_tree
+
+    try:
+        report = fetch_tree(url, depth=depth, breadth=breadth, namespace=namespace, api_key=api_key)
+    except RadixKVError as error:
+        _fail(error)
+    Console().print(render_tree(report), soft_wrap=True)
 
 
 @app.command()

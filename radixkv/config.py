@@ -151,6 +151,30 @@ class ServeConfig:
     )
     block_size: int = _option(16, _integer(1, 256), "Tokens in a block.")
     prefix_caching: bool = _option(True, _flag(), "Keep and reuse KV across requests.")
+    eviction_policy: str = _option(
+        "lru",
+        _choice("lru", "lfu", "slru", "priority", "session"),
+        "What is evicted first when blocks are needed.",
+    )
+    namespace_quota: float = _option(
+        1.0,
+        _number(0.001, 1),
+        "Part of the KV blocks that a namespace keeps from others; what it has above goes first.",
+    )
+    host_cache_memory: int = _option(
+        0, _size(0), "Host memory for evicted KV blocks; 0 keeps none."
+    )
+    disk_cache: str | None = _option(
+        None, _text("a directory"), "Directory for evicted KV blocks; they survive a restart."
+    )
+    disk_cache_size: int = _option(
+        10 * 1024**3, _size(1024), "Disk space for evicted KV blocks, with --disk-cache."
+    )
+    tier_policy: str = _option(
+        "auto",
+        _choice("auto", "always"),
+        "Bring blocks back from host memory and disk if that is faster than computing, or always.",
+    )
     max_model_len: int | None = _option(
         None,
         _auto(_integer(2, 10_000_000)),
@@ -181,11 +205,26 @@ class ServeConfig:
         3600.0, _number(1, 31_536_000), "Seconds after which an unused session is dropped."
     )
     max_sessions: int = _option(10_000, _integer(1, 10_000_000), "Sessions kept at once.")
+    kv_events: str | None = _option(
+        None,
+        _text("an address such as tcp://127.0.0.1:5557 (with a leading > to connect, not bind)"),
+        "ZeroMQ address where stored and removed blocks are published. Default: nowhere.",
+    )
+    kv_events_replay: str | None = _option(
+        None,
+        _text("an address such as tcp://127.0.0.1:5558"),
+        "ZeroMQ address where subscribers ask for batches they missed. Default: none.",
+    )
+    kv_events_topic: str = _option(
+        "kv-events", _text(), "First frame of each message; llm-d wants kv@<pod>@<model>."
+    )
     log_level: str = _option(
         "info", _choice("debug", "info", "warning", "error"), "What is logged."
     )
 
     def __post_init__(self) -> None:
+        if self.kv_events_replay is not None and self.kv_events is None:
+            raise ConfigError("--kv-events-replay needs --kv-events")
         if (
             self.max_num_batched_tokens is not None
             and self.max_num_batched_tokens < self.max_num_seqs

@@ -72,6 +72,7 @@ def cache_report(stats: EngineStats) -> dict[str, Any]:
         "tokens": {
             "looked_up": stats.tokens_looked_up,
             "hit": stats.tokens_hit,
+            "hit_by_tier": stats.tokens_hit_by_tier,
             "computed": stats.tokens_computed,
             "recomputed": stats.tokens_recomputed,
             "generated": stats.tokens_generated,
@@ -84,6 +85,7 @@ def cache_report(stats: EngineStats) -> dict[str, Any]:
         },
         "block_size": stats.block_size,
         "bytes_per_block": block_bytes,
+        "tiers": stats.tiers,
         "evicted_blocks": stats.evicted_blocks,
         "copied_blocks": stats.copied_blocks,
         "preemptions": stats.preemptions,
@@ -102,4 +104,5 @@ def cache_report(stats: EngineStats) -> dict[str, Any]:
             "time_s": stats.step_time_s,
             "last_age_s": stats.last_step_age_s,
         },
+        "kv_events": stats.kv_events,
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from radixkv.server import admin, models, session_routes
+from radixkv.server import admin, admin_cache, models, session_routes
 from radixkv.server.chat import chat_completions
 from radixkv.server.completions import completions
 from radixkv.server.config import ServerConfig
@@ -72,6 +72,10 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> web.A
             web.get("/health", health),
             web.get("/metrics", admin.metrics),
             web.get("/admin/cache", admin.cache_stats),
+            web.get("/admin/cache/explain/{request:.+}", admin_cache.explain_request),
+            web.post("/admin/cache/explain", admin_cache.explain_prompt),
+            web.get("/admin/cache/misses", admin_cache.latest_misses),
+            web.get("/admin/cache/tree", admin_cache.cache_tree),
             web.get("/admin/check", admin.check),
             web.post("/admin/cache/flush", admin.flush),
             web.post("/flush_cache", admin.flush),

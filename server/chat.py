@@ -14,7 +14,7 @@ from radixkv.server.messages import template_messages, template_tools
 from radixkv.server.protocol import ChatRequest
 from radixkv.server.responses import ChatShape, TokenTexts, UsageMode
 from radixkv.server.sampling import chat_sampling
-from radixkv.server.state import STATE
+from radixkv.server.state import REQUEST_ID, STATE
 from radixkv.server.streaming import run_to_end, stream_chunks
 
 __all__ = ["chat_completions", "chat_deltas"]
@@ -45,6 +45,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         metrics=state.metrics,
         param="messages",
     )
+    state.request_ids.remember(generation.id, 1, request[REQUEST_ID])
     shape = ChatShape(
         id=f"chatcmpl-{generation.id}",
         model=state.model_name,

@@ -14,7 +14,7 @@ from radixkv.server.generation import Generation
 from radixkv.server.protocol import CompletionRequest
 from radixkv.server.responses import CompletionShape, TokenTexts, UsageMode
 from radixkv.server.sampling import completion_sampling
-from radixkv.server.state import STATE, ServerState
+from radixkv.server.state import REQUEST_ID, STATE, ServerState
 from radixkv.server.streaming import run_to_end, stream_chunks
 
 __all__ = ["completions"]
@@ -43,6 +43,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         metrics=state.metrics,
         param="prompt",
     )
+    state.request_ids.remember(generation.id, len(ids), request[REQUEST_ID])
     shape = CompletionShape(
         id=f"cmpl-{generation.id}",
         model=state.model_name,

@@ -18,6 +18,7 @@ from radixkv.request import (
 )
 from radixkv.server.errors import ApiError, api_error_from
 from radixkv.server.metrics import Metrics
+from radixkv.server.request_ids import engine_ids
 
 if TYPE_CHECKING:
     from radixkv.engine import AsyncEngine, RequestStream
@@ -63,12 +64,15 @@ class Generation:
     a stream by "abort" or "error" is not yielded: it raises the `ApiError` the client shall see.
 
     Attributes:
-        id: a new unique id, for the answer's own `id` field.
+        id: a new unique id, for the answer's own `id` field; the engine's names for the requests
+            are made of it (see `engine_ids`).
         answers: one per prompt; each increment is added before it is yielded.
     """
 
-    def __init__(self, streams: Sequence[RequestStream], metrics: Metrics) -> None:
-        self.id = uuid.uuid4().hex
+    def __init__(
+        self, streams: Sequence[RequestStream], metrics: Metrics, generation_id: str
+    ) -> None:
+        self.id = generation_id
         self.answers = [Answer() for _ in streams]
         self._streams = streams
         self._metrics = metrics
@@ -96,9 +100,14 @@ class Generation:
             ApiError: the engine refuses one of the prompts.
         """
         streams: list[RequestStream] = []
+        # Never the client's own id, which may come twice at once.
+        generation_id = uuid.uuid4().hex
+        names = engine_ids(generation_id, len(prompts))
         try:
-            # The engine names the requests: a client's own id may come twice at once.
-            streams.extend(engine.submit(ids, params, namespace=namespace) for ids in prompts)
+            streams.extend(
+                engine.submit(ids, params, namespace=namespace, request_id=name)
+                for ids, name in zip(prompts, names, strict=True)
+            )
         except RequestRejectedError as error:
             for stream in streams:
                 stream.abort()
@@ -106,7 +115,7 @@ class Generation:
             if refusal.status == 400 and refusal.param in (None, "prompt"):
                 refusal.param = param
             raise refusal from error
-        return cls(streams, metrics)
+        return cls(streams, metrics, generation_id)
 
     def abort(self, reason: ApiError) -> None:
         """End the streams early; the iteration then raises `reason`."""

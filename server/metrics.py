@@ -180,6 +180,12 @@ class EngineCollector(Collector):
         for reason, count in sorted(stats.requests_finished.items()):
             finished.add_metric([*self._labels, reason], count)
         yield finished
+        hits = CounterMetricFamily(
+            "radixkv:hit_tokens", "Prompt tokens reused, by tier", labels=["model_name", "tier"]
+        )
+        for tier, count in stats.tokens_hit_by_tier.items():
+            hits.add_metric([*self._labels, tier], count)
+        yield hits
         blocks = GaugeMetricFamily(
             "radixkv:blocks", "Blocks of the KV pool by state", labels=["model_name", "state"]
         )

@@ -15,6 +15,7 @@ import msgspec
 __all__ = [
     "ChatRequest",
     "CompletionRequest",
+    "ExplainRequest",
     "FunctionCall",
     "Message",
     "Part",
@@ -182,3 +183,15 @@ def whole_number(value: Number) -> int | None:
     if isinstance(value, int):
         return value
     return int(value) if value.is_integer() else None
+
+
+class ExplainRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /admin/cache/explain`: `prompt` or `messages`, as the routes take them."""
+
+    prompt: str | list[int] | None = None
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    reveal: bool | None = None

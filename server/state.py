@@ -12,6 +12,7 @@ from radixkv.server.config import ServerConfig
 from radixkv.server.errors import ApiError
 from radixkv.server.metrics import Metrics
 from radixkv.server.prompts import PromptBuilder
+from radixkv.server.request_ids import RequestIds
 from radixkv.server.sessions import SessionStore
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class ServerState:
     prompts: PromptBuilder
     sessions: SessionStore
     lifecycle: Lifecycle
+    request_ids: RequestIds = field(default_factory=RequestIds)
 
     def check_model(self, model: str | None) -> None:
         """Refuse a model that is not served; None stands for the one that is.

@@ -25,7 +25,7 @@ from radixkv.server.responses import ChatShape, TokenTexts, UsageMode
 from radixkv.server.sampling import chat_sampling
 from radixkv.server.session_routes import session_of
 from radixkv.server.sessions import Session, session_deleted
-from radixkv.server.state import STATE, ServerState
+from radixkv.server.state import REQUEST_ID, STATE, ServerState
 from radixkv.server.streaming import ClientGoneError, run_to_end, stream_chunks
 
 __all__ = ["post_message"]
@@ -102,6 +102,7 @@ async def post_message(request: web.Request) -> web.StreamResponse:
             param="content",
         )
         session.active = generation
+        state.request_ids.remember(generation.id, 1, request[REQUEST_ID], session.id)
         turn = PendingTurn(state, session, new_messages, ids, params)
         shape = ChatShape(
             id=f"chatcmpl-{generation.id}",

@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]] = {
     "radixkv/model": ((*BASE, "radixkv.model", "radixkv.kernels"), None),
     "radixkv/engine": (
         (*BASE, "radixkv.engine", "radixkv.cache", "radixkv.model"),
-        ("numpy", "rich", "sortedcontainers", "torch", "xxhash"),
+        ("msgspec", "numpy", "rich", "sortedcontainers", "torch", "xxhash", "zmq"),
     ),
     "server": (
         ("radixkv", "radixkv.engine", "radixkv.errors", "radixkv.request", "radixkv.server"),

@@ -5,8 +5,23 @@ Plain Python over block ids; it never touches a tensor, so it runs (and is teste
 """
 
 from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog
+from radixkv.cache.explain import Explanation
+from radixkv.cache.policies import POLICIES
 from radixkv.cache.radix_cache import PrefixHandle, RadixCache
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.stats import CacheStats
 
-__all__ = ["BlockPool", "CacheStats", "PrefixHandle", "RadixCache", "Sequence"]
+__all__ = [
+    "POLICIES",
+    "AllBlocksCleared",
+    "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheStats",
+    "Explanation",
+    "KVEventLog",
+    "PrefixHandle",
+    "RadixCache",
+    "Sequence",
+]

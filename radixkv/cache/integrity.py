@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from radixkv.cache.hashing import TOKEN_BYTES, hash_blocks
-from radixkv.cache.radix_tree import Node
+from radixkv.cache.radix_tree import Node, Root
 from radixkv.errors import CacheCorruptionError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def check_cache(cache: RadixCache) -> None:
         _check_counts(cache, nodes)
         _check_locks(cache, nodes)
         _check_blocks(cache, nodes)
+        _check_shares(cache, nodes)
     except CacheCorruptionError as error:
         raise CacheCorruptionError(f"{error}\n{dump_tree(cache)}") from None
 
@@ -126,7 +127,27 @@ def _check_locks(cache: RadixCache, nodes: list[Node]) -> None:
     for node in nodes:
         below = sum(n.ref_count for n in [*node.children.values(), *node.tails])
         # Locks taken by `RadixCache.lock` alone may come on top of the sequences' own.
-        _require(node.ref_count - below >= own[node], f"node {node.node_id}: a lock is missing")
+        pins = node.pins - sum(n.pins for n in [*node.children.values(), *node.tails])
+        _require(
+            node.ref_count - below >= own[node] + pins, f"node {node.node_id}: a lock is missing"
+        )
+
+
+def _check_shares(cache: RadixCache, nodes: list[Node]) -> None:
+    fault = cache.pins.check(nodes)
+    _require(fault is None, str(fault))
+    if not cache.quotas.enabled:
+        return
+    held: Counter[Root] = Counter()
+    for sequence in cache.sequences:
+        assert sequence.node is not None
+        held[sequence.node.root] += sequence.num_blocks - sequence.num_tree_blocks
+    roots = [node.root for node in cache.tree.roots.values()]
+    _require(all(r.num_held == held[r] for r in roots), "privately held blocks of a namespace")
+    over = {r.namespace for r in roots if cache.quotas.excess(r) > 0}
+    _require(
+        over == {r.namespace for r in cache.quotas.over()}, "namespaces over their quotas differ"
+    )
 
 
 def _check_blocks(cache: RadixCache, nodes: list[Node]) -> None:

@@ -36,6 +36,7 @@ class Root:
     namespace: Namespace
     seed: bytes
     num_blocks: int = 0
+    num_held: int = 0  # blocks that sequences hold privately; counted where there are quotas
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +51,12 @@ class Node:
         tokens: int32 ids, little-endian; whole blocks, or the filled part of a tail.
         block_ids: the block of each run position, int32.
         ref_count: locks held on this node or below it.
+        pins: pins on this node or below it.
         last_access: tick of the last lock or unlock that passed through.
+        accessed_at: the same in seconds of the cache's clock.
+        hits: lookups that came back to the whole node.
+        priority: the highest of the sequences that used the node.
+        rank: the eviction policy's own.
         children: by hash of their first block (longer where two hashes collide).
         tails: partly filled blocks; none is the beginning of another or of a child.
         edges: index of children and tails by the tokens of their first block, once there are many.
@@ -63,7 +69,12 @@ class Node:
     tokens: bytes = b""
     block_ids: array[int] = field(default_factory=lambda: array("i"))
     ref_count: int = 0
+    pins: int = 0
     last_access: int = 0
+    accessed_at: float = 0.0
+    hits: int = 0
+    priority: int = 0
+    rank: float = 0.0
     children: dict[bytes, Node] = field(default_factory=dict)
     tails: list[Node] = field(default_factory=list)
     edges: SortedDict | None = None
@@ -231,7 +242,12 @@ class RadixTree:
             node.tokens[:cut_token],
             node.block_ids[:num_blocks],
             ref_count=node.ref_count,
+            pins=node.pins,
             last_access=node.last_access,
+            accessed_at=node.accessed_at,
+            hits=node.hits,
+            priority=node.priority,
+            rank=node.rank,
         )
         node.hashes = node.hashes[cut_hash:]
         node.tokens = node.tokens[cut_token:]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from radixkv.cache.hashing import TOKEN_BYTES
 from radixkv.cache.int_vector import Int32Array, IntVector
-from radixkv.cache.radix_tree import Node
+from radixkv.cache.radix_tree import Node, Root
 from radixkv.errors import OutOfBlocksError
 from radixkv.request import Namespace
 
@@ -32,15 +34,19 @@ class Sequence:
         num_cached_tokens: tokens that the last `reuse` found.
     """
 
-    def __init__(self, cache: RadixCache, token_ids: Int32Array, namespace: Namespace) -> None:
+    def __init__(
+        self, cache: RadixCache, token_ids: Int32Array, namespace: Namespace, priority: int = 0
+    ) -> None:
         self.cache = cache
         self.namespace = namespace
+        self.priority = priority
         self.num_computed = 0
         self.num_cached_tokens = 0
         self.num_tree_blocks = 0
         self.node: Node | None = None
         self._tokens = IntVector(token_ids)
         self._blocks = IntVector()
+        self._num_held = 0  # as counted in the namespace's root
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -86,7 +92,7 @@ class Sequence:
         source = -1
         if match is not None and match.partial is not None:
             source = match.partial.block_ids[match.partial_index]
-        self.node = self.cache.lock(handle, self.namespace)
+        self.node = self.cache.lock(handle, self.namespace, self.priority)
         self.cache.sequences.add(self)
         if match is not None:
             self._blocks.extend(_path_blocks(self.node))
@@ -95,6 +101,7 @@ class Sequence:
             if partial and match.partial is not None:
                 self._take_partial(match.partial, source, match.num_partial_tokens)
         self.num_cached_tokens = self.num_computed
+        self._count_held(self.node.root)
         return self.num_computed
 
     def reserve(self, num_tokens: int) -> None:
@@ -116,12 +123,15 @@ class Sequence:
         # All at once, so that a failure leaves nothing half done.
         before = position if shared >= 0 else self.num_blocks
         after = self._blocks[before - 1] if before else None
-        blocks = self.cache.allocate(max(missing, 0) + (shared >= 0), after)
+        root = self.node.root if self.node is not None else None
+        blocks = self.cache.allocate(max(missing, 0) + (shared >= 0), after, root)
         if shared >= 0:
             self._blocks[position] = blocks.pop(0)
-            self.cache.copy_later(shared, self._blocks[position])
+            self.cache.copies.add(shared, self._blocks[position])
             self.cache.pool.release((shared,))
         self._blocks.extend(blocks)
+        if root is not None:
+            self._count_held(root)
 
     def append(self, token_ids: Iterable[int]) -> None:
         """Add tokens, not yet computed."""
@@ -147,16 +157,17 @@ class Sequence:
         assert self.node is not None
         tokens = self._tokens.to_bytes(first * block_size, full * block_size)
         own = self.block_table[first:full].tolist()
-        self.node, used = self.cache.publish(self.node, tokens, own)
+        self.node, used = self.cache.publish(self.node, tokens, own, self.priority)
         self._blocks.view[first:full] = used
         self.num_tree_blocks = full
+        self._count_held(self.node.root)
 
     def fork(self) -> Sequence:
         """Return a sequence with the same tokens that shares every computed block.
 
         Takes no block: a shared partly filled block is copied when one of the two writes to it.
         """
-        child = Sequence(self.cache, self.token_ids, self.namespace)
+        child = Sequence(self.cache, self.token_ids, self.namespace, self.priority)
         if self.node is None:
             return child
         child.num_computed = self.num_computed
@@ -169,6 +180,7 @@ class Sequence:
         for block_id in self.block_table[self.num_tree_blocks : used].tolist():
             self.cache.pool.share(block_id)
         self.cache.sequences.add(child)
+        child._count_held(self.node.root)
         return child
 
     def free(self, *, keep_tail: bool = True) -> None:
@@ -187,21 +199,31 @@ class Sequence:
         position = start - self.num_tree_blocks  # of the partly filled block
         if filled and cache.pool.ref_count(private[position]) == 1:
             # A copy that was never made means that nothing is in the block yet.
-            written = not cache.cancel_copy(private[position])
+            written = not cache.copies.cancel(private[position])
             if written and keep_tail and cache.enabled:
                 tokens = self._tokens.to_bytes(start * cache.block_size, self.num_computed)
-                cache.keep_tail(node, tokens, private.pop(position))
+                cache.keep_tail(node, tokens, private.pop(position), self.priority)
         cache.pool.release(private)
-        cache.unlock(node)
         self._blocks.truncate(0)
         self.num_computed = self.num_tree_blocks = 0
+        self._count_held(node.root)
+        cache.unlock(node)
+
+    def _count_held(self, root: Root) -> None:
+        """Tell the quotas how many blocks this sequence holds privately."""
+        if not self.cache.quotas.enabled:
+            return
+        held = self.num_blocks - self.num_tree_blocks
+        root.num_held += held - self._num_held
+        self._num_held = held
+        self.cache.quotas.update(root)
 
     def _take_partial(self, partial: Node, source: int, num_tokens: int) -> None:
         """Get a block that holds the first `num_tokens` of block `source`, if one can be had."""
         cache = self.cache
         after = self._blocks[-1] if self.num_blocks else None
         try:
-            self._blocks.append(cache.copy_on_write(source, after))
+            self._blocks.append(cache.copy_on_write(source, after, partial.root))
         except OutOfBlocksError:
             whole = partial.is_tail and len(partial.tokens) == num_tokens * TOKEN_BYTES
             if not whole or cache.pool.ref_count(source) > 1:
@@ -210,10 +232,11 @@ class Sequence:
         self.num_computed += num_tokens
 
 
-def _path_blocks(node: Node) -> list[int]:
+def _path_blocks(node: Node) -> Int32Array:
+    """Return `[num_blocks]` int32, the blocks from the root to the end of a node's run."""
     runs = []
-    current: Node | None = node
-    while current is not None:
-        runs.append(current.block_ids)
+    current = node
+    while current.parent is not None:
+        runs.append(np.frombuffer(current.block_ids, dtype=np.int32))
         current = current.parent
-    return [block_id for run in reversed(runs) for block_id in run]
+    return np.concatenate(runs[::-1]) if runs else np.empty(0, dtype=np.int32)

@@ -4,9 +4,11 @@
 loop. The server needs nothing below this package, so it re-exports the request types.
 """
 
+from radixkv.cache.explain import Explanation
 from radixkv.engine.async_engine import AsyncEngine, RequestStream
 from radixkv.engine.engine import Engine
-from radixkv.engine.stats import EngineHealth, EngineStats
+from radixkv.engine.explanations import RequestExplanation
+from radixkv.engine.stats import EngineHealth, EngineStats, namespace_label
 from radixkv.request import RequestOutput, RequestTimings, SamplingParams, TokenLogprob
 
 __all__ = [
@@ -14,9 +16,12 @@ __all__ = [
     "Engine",
     "EngineHealth",
     "EngineStats",
+    "Explanation",
+    "RequestExplanation",
     "RequestOutput",
     "RequestStream",
     "RequestTimings",
     "SamplingParams",
     "TokenLogprob",
+    "namespace_label",
 ]

@@ -9,14 +9,16 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from radixkv.cache.explain import Explanation
 from radixkv.engine.engine import Engine, Output
-from radixkv.engine.stats import EngineHealth, EngineStats
+from radixkv.engine.explanations import RequestExplanation
+from radixkv.engine.stats import EngineHealth, EngineStats, namespace_label
 from radixkv.errors import EngineClosedError, QueueFullError, RequestRejectedError
 from radixkv.request import Namespace, RequestOutput, RequestTimings, SamplingParams
 
@@ -234,6 +236,66 @@ class AsyncEngine:
             num_waiting=len(self.engine.scheduler.waiting),
         )
 
+    def explain(self, request_id: str) -> RequestExplanation | None:
+        """Return what a request found at its admission, and why no more.
+
+        None if it was not admitted yet, or too long ago. Waits as `stats` does.
+        """
+        with self._lock:
+            return self.engine.explanations.get(request_id)
+
+    def recent_explanations(
+        self, limit: int, *, misses_only: bool = False
+    ) -> list[RequestExplanation]:
+        """Return the latest explanations, latest first; see `ExplanationLog.recent`."""
+        with self._lock:
+            return self.engine.explanations.recent(limit, misses_only=misses_only)
+
+    async def explain_prompt(
+        self, prompt_token_ids: Sequence[int], namespace: Namespace = ()
+    ) -> Explanation:
+        """Say what a request with this prompt would find now.
+
+        Raises:
+            RequestRejectedError: as `submit`, for a prompt it would refuse.
+        """
+        prompt = self.engine.validate(prompt_token_ids, SamplingParams())
+        cache = self.engine.cache
+        return await self._call(lambda: cache.explain(prompt, namespace, len(prompt) - 1))
+
+    async def tree_report(
+        self,
+        max_depth: int,
+        max_breadth: int,
+        namespace: str | None = None,
+        sessions: Iterable[tuple[str, Namespace, Iterable[int]]] = (),
+    ) -> dict[str, Any]:
+        """Return the cached tree as plain types; see `radixkv.cache.inspection.tree_report`.
+
+        Args:
+            max_depth: nodes on a path at most.
+            max_breadth: children of a node at most.
+            namespace: label of the one to show (see `namespace_label`); None shows all.
+            sessions: (name, namespace, token ids) of conversations to be found in the tree.
+        """
+
+        def look() -> dict[str, Any]:
+            cache = self.engine.cache
+            wanted = None
+            if namespace is not None:
+                known = {namespace_label(name): name for name in cache.tree.roots}
+                wanted = known.get(namespace)
+                if wanted is None:
+                    raise RequestRejectedError(
+                        f"nothing is cached under the namespace {namespace!r}", param="namespace"
+                    )
+            report = cache.tree_report(max_depth, max_breadth, namespace=wanted, sessions=sessions)
+            for entry in report["namespaces"]:
+                entry["namespace"] = namespace_label(tuple(entry["namespace"]))
+            return report
+
+        return await self._call(look)
+
     async def check_integrity(self) -> None:
         """Recompute the cache's counts between two steps.
 
@@ -307,11 +369,15 @@ class AsyncEngine:
                 self._step_started = time.monotonic()
                 self._send(self.engine.step(self._lock))
                 self._step_started = None
+                self.engine.flush_kv_events()
         except BaseException as error:
             log.exception("the engine's thread failed")
             self._failure = error
         finally:
-            self._end()
+            try:
+                self.engine.close(save=self._failure is None)
+            finally:
+                self._end()
 
     def _wait_for_work(self) -> bool:
         with self._wake:

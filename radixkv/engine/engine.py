@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -17,11 +16,13 @@ import torch
 from radixkv.cache import RadixCache
 from radixkv.engine.batch import build_batch
 from radixkv.engine.detokenizer import Decoder
+from radixkv.engine.kv_events import KVEventStream
 from radixkv.engine.request import EngineRequest
 from radixkv.engine.runner import Runner
 from radixkv.engine.sampler import SampledToken, Sampler
 from radixkv.engine.scheduler import ScheduledChunk, Scheduler
-from radixkv.engine.stats import EngineStats, hit_rate
+from radixkv.engine.stats import EngineStats, hit_rate, namespace_label
+from radixkv.engine.tiering import Tiering
 from radixkv.errors import ContextLengthError, RequestRejectedError
 from radixkv.request import FinishReason, Namespace, RequestOutput, SamplingParams
 
@@ -69,6 +70,7 @@ class Engine:
         *,
         eos_token_ids: Iterable[int] = (),
         bytes_per_block: int = 0,
+        tiers: Tiering | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
@@ -83,7 +85,11 @@ class Engine:
             cache,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            tiers=tiers,
         )
+        self.tiers = tiers
+        self.explanations = self.scheduler.explanations
+        self.kv_events: KVEventStream | None = None
         self.sampler = Sampler(self.eos_token_ids)
         self.requests: dict[str, EngineRequest] = {}
         self.finished: Counter[str] = Counter()
@@ -190,10 +196,17 @@ class Engine:
         lock = nullcontext() if lock is None else lock
         with lock:
             chunks = self.scheduler.schedule(begin)
+            if chunks:
+                copies = self.cache.take_copies()
+                batch, chunks = build_batch(chunks, self.cache.block_size, copies)
+        if self.tiers is not None:
+            # What was evicted is still in its blocks, until the step writes to them.
+            self.tiers.flush()
             if not chunks:
-                return []
-            copies = self.cache.take_copies()
-            batch, chunks = build_batch(chunks, self.cache.block_size, copies)
+                self.tiers.wait()
+        if not chunks:
+            return []
+        started = self._clock()
         try:
             logits = self.runner.execute(batch)
             with lock:
@@ -208,6 +221,9 @@ class Engine:
         self._last_step = self._clock()
         self.num_steps += 1
         self.step_time_s += self._last_step - begin
+        if self.tiers is not None:
+            num_tokens = sum(chunk.count for chunk in chunks)
+            self.tiers.costs.record_step(num_tokens, self._last_step - started)
         return outputs
 
     def _publish(self, chunks: list[ScheduledChunk], logits: torch.Tensor) -> list[Output]:
@@ -327,6 +343,25 @@ class Engine:
             ),
         )
 
+    def flush_kv_events(self) -> None:
+        """Publish what the cache stored and removed since the last call, if anyone wants it."""
+        if self.kv_events is not None:
+            self.kv_events.flush()
+
+    def close(self, *, save: bool = True) -> None:
+        """Write the cache to disk, if it has a disk tier; stop publishing events. Idempotent.
+
+        Args:
+            save: False writes nothing, after a failure.
+        """
+        if self.tiers is not None:
+            try:
+                self.tiers.close(save=save)
+            except Exception:  # whoever waits for the end must hear of it all the same
+                log.exception("the tiers of the cache can't be closed in order")
+        if self.kv_events is not None:
+            self.kv_events.close()
+
     def stats(self) -> EngineStats:
         """Return a snapshot of all counters."""
         cache, stats, now = self.cache, self.cache.stats, self._clock()
@@ -366,7 +401,7 @@ class Engine:
                 for name, (looked_up, hit) in windows.items()
             },
             namespaces={
-                _label(namespace): {
+                namespace_label(namespace): {
                     "requests": entry.requests,
                     "looked_up": entry.tokens_looked_up,
                     "hit": entry.tokens_hit,
@@ -375,13 +410,11 @@ class Engine:
                 }
                 for namespace, entry in stats.namespaces.items()
             },
+            kv_events=self.kv_events.counters() if self.kv_events is not None else {},
+            tokens_hit_by_tier=dict(self.scheduler.tokens_hit_by_tier),
+            tiers=self.tiers.stats() if self.tiers is not None else {},
         )
 
     def _namespace_blocks(self, namespace: Namespace) -> int:
         root = self.cache.tree.roots.get(namespace)
         return root.root.num_blocks if root is not None else 0
-
-
-def _label(namespace: Namespace) -> str:
-    """Return a name that no other namespace has: fields joined by slashes, their own escaped."""
-    return "/".join(quote(field, safe="") for field in namespace) if namespace else "default"

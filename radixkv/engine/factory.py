@@ -15,7 +15,9 @@ from radixkv.config import ServeConfig, format_bytes
 from radixkv.engine.async_engine import AsyncEngine
 from radixkv.engine.batch import ForwardBatch
 from radixkv.engine.engine import Engine, EngineLimits
+from radixkv.engine.kv_events import KVEventStream, ZmqEventPublisher
 from radixkv.engine.runner import ModelRunner
+from radixkv.engine.tiering_setup import build_tiering
 from radixkv.errors import ConfigError
 from radixkv.model.attention import AttentionMetadata
 from radixkv.model.config import ModelConfig
@@ -109,10 +111,17 @@ def assemble_engine(loaded: LoadedModel, config: ServeConfig) -> BuiltEngine:
     )
     runner = ModelRunner(loaded.decoder, pool, attention)
     _warm_up(runner, pool)
+    cache = RadixCache(
+        num_blocks,
+        config.block_size,
+        enabled=config.prefix_caching,
+        policy=config.eviction_policy,
+        default_quota=config.namespace_quota,
+    )
     engine = Engine(
         runner,
         loaded.tokenizer,
-        RadixCache(num_blocks, config.block_size, enabled=config.prefix_caching),
+        cache,
         EngineLimits(
             max_model_len,
             config.max_num_seqs,
@@ -120,7 +129,14 @@ def assemble_engine(loaded: LoadedModel, config: ServeConfig) -> BuiltEngine:
         ),
         eos_token_ids=loaded.tokenizer.eos_token_ids | set(model.eos_token_ids),
         bytes_per_block=bytes_per_block,
+        # The pool takes its memory only as its blocks are used.
+        tiers=build_tiering(loaded, config, pool, cache, available_memory() - pool.nbytes),
     )
+    if config.kv_events is not None:
+        publisher = ZmqEventPublisher(
+            config.kv_events, replay_endpoint=config.kv_events_replay, topic=config.kv_events_topic
+        )
+        engine.kv_events = KVEventStream(engine.cache, publisher)
     return BuiltEngine(
         engine=AsyncEngine(
             engine,

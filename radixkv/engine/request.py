@@ -29,6 +29,7 @@ class EngineRequest:
         num_prompt_tokens: tokens before the answer.
         max_total_tokens: prompt and answer may not grow past this.
         num_cached_tokens: prompt tokens reused, fixed at the first admission; None before.
+        num_cached_by_tier: the same by where they were: device, host, disk.
         leader: a running request that is computing the next block of this prompt; this one waits
             for it instead of computing the block a second time.
         num_matched_blocks: whole blocks the tree held of this prompt when `leader` was chosen.
@@ -57,6 +58,7 @@ class EngineRequest:
         self.num_prompt_tokens = len(sequence)
         self.status = Status.WAITING
         self.num_cached_tokens: int | None = None
+        self.num_cached_by_tier: dict[str, int] = {}
         self.num_preemptions = 0
         self.leader: EngineRequest | None = None
         self.num_matched_blocks = 0

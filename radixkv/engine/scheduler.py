@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from sortedcontainers import SortedDict
 
 from radixkv.cache import RadixCache
+from radixkv.cache.explain import Explanation
+from radixkv.engine.explanations import ExplanationLog
 from radixkv.engine.request import EngineRequest, Status
+from radixkv.engine.tiering import TIERS, Tiering
+from radixkv.engine.tiering_plan import LoadPlan
 from radixkv.errors import OutOfBlocksError
 
 __all__ = ["ScheduledChunk", "Scheduler"]
@@ -41,7 +45,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: RadixCache, *, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        cache: RadixCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        tiers: Tiering | None = None,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
@@ -49,12 +58,15 @@ class Scheduler:
                 f"got {max_num_batched_tokens}"
             )
         self.cache = cache
+        self.tiers = tiers
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: SortedDict = SortedDict()  # order -> request
         self.running: SortedDict = SortedDict()  # order -> request
         self.num_preemptions = 0
         self.num_admitted = 0
+        self.tokens_hit_by_tier = dict.fromkeys(TIERS, 0)
+        self.explanations = ExplanationLog()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
@@ -64,6 +76,8 @@ class Scheduler:
         """Take a request out, wherever it is, and release what it holds. Idempotent."""
         self.waiting.pop(request.order, None)
         self.running.pop(request.order, None)
+        if self.tiers is not None:
+            self.tiers.forget(request.order)
         request.status = Status.FINISHED
         request.leader = None
         request.sequence.free()
@@ -127,7 +141,12 @@ class Scheduler:
                 return
             if self._waits_for_leader(request):
                 continue
-            if not self._try_start(request):
+            plan = None
+            if self.tiers is not None:
+                plan = self.tiers.find(request.order, request.sequence)
+                if plan is None:
+                    continue  # blocks of it are being read
+            if not self._try_start(request, plan):
                 return
             del self.waiting[request.order]
             self.running[request.order] = request
@@ -173,13 +192,18 @@ class Scheduler:
                 return leader
         return None
 
-    def _try_start(self, request: EngineRequest) -> bool:
-        """Take the cached prefix and blocks for all the rest, or change nothing."""
+    def _try_start(self, request: EngineRequest, plan: LoadPlan | None) -> bool:
+        """Take the cached prefix and blocks for all the rest, or change nothing.
+
+        Whole blocks that a tier has go before a part of one that the tree has.
+        """
+        load = plan is not None and bool(plan.blocks)
         sequence = request.sequence
         # Each running request may soon want a block; without this margin an admission would be
         # undone by the next preemption.
         margin = len(self.running)
-        for partial in (True, False):
+        explanation = self._explain(request)
+        for partial in (False,) if load else (True, False):
             cached = sequence.reuse(partial=partial)
             try:
                 sequence.reserve(len(sequence))
@@ -189,11 +213,38 @@ class Scheduler:
             if margin > self.cache.num_available_blocks:
                 sequence.free()
                 return False
-            self._record_admission(request, cached)
+            by_tier = {"device": cached}
+            if self.tiers is not None and plan is not None:
+                # Nothing can fail any more, so what is loaded now is filed at once.
+                loaded = self.tiers.load(sequence, plan)
+                self.tiers.forget(request.order)
+                if loaded:
+                    by_tier |= loaded
+                    cached += sum(loaded.values())
+                    sequence.commit(cached)
+                    sequence.num_cached_tokens = cached
+                    # What was brought back is no miss: the first one lies behind it.
+                    explanation = self._explain(request)
+            if request.num_cached_tokens is None:
+                request.num_cached_by_tier = by_tier
+                for tier, count in by_tier.items():
+                    self.tokens_hit_by_tier[tier] += count
+            self._record_admission(request, cached, explanation)
             return True
         return False
 
-    def _record_admission(self, request: EngineRequest, cached: int) -> None:
+    def _explain(self, request: EngineRequest) -> Explanation | None:
+        """Say what the request will find, before it takes it; None if it was admitted before."""
+        if request.num_cached_tokens is not None:
+            return None
+        sequence = request.sequence
+        return self.cache.explain(sequence.token_ids, sequence.namespace, len(sequence) - 1)
+
+    def _record_admission(
+        self, request: EngineRequest, cached: int, explanation: Explanation | None
+    ) -> None:
+        if explanation is not None:
+            self.explanations.record(request, explanation, cached)
         if request.num_cached_tokens is not None:
             self.cache.stats.tokens_rehit += cached
             return

@@ -5,13 +5,25 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
-__all__ = ["EngineHealth", "EngineStats", "hit_rate"]
+from radixkv.request import Namespace
+
+__all__ = ["EngineHealth", "EngineStats", "hit_rate", "namespace_label"]
 
 
 def hit_rate(hit: int, looked_up: int) -> float | None:
     """Return the share of looked-up tokens that were hits; None before any lookup."""
     return hit / looked_up if looked_up else None
+
+
+def namespace_label(namespace: Namespace) -> str:
+    """Return a name that no other namespace has.
+
+    >>> namespace_label(()), namespace_label(("a/b", "c"))
+    ('default', 'a%2Fb/c')
+    """
+    return "/".join(quote(field, safe="") for field in namespace) if namespace else "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +51,8 @@ class EngineStats:
 
     `tokens_looked_up` counts the prompt tokens of admitted requests, `tokens_hit` those reused at
     first admission, `tokens_computed` prompt tokens computed for the first time; what a resumed
-    request finds or computes again is in `tokens_rehit` and `tokens_recomputed`.
+    request finds or computes again is in `tokens_rehit` and `tokens_recomputed`. `tokens_hit` is
+    the sum of `tokens_hit_by_tier`; `tiers` is empty without a host or disk tier.
     """
 
     uptime_s: float
@@ -69,8 +82,11 @@ class EngineStats:
     steps: int
     step_time_s: float
     last_step_age_s: float
+    tokens_hit_by_tier: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, Any] = field(default_factory=dict)
     windows: dict[str, dict[str, Any]] = field(default_factory=dict)
     namespaces: dict[str, dict[str, Any]] = field(default_factory=dict)
+    kv_events: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain types."""

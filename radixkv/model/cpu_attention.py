@@ -315,8 +315,8 @@ class CpuAttention(AttentionBackend):
         out, lse = self._out[levels, :, lo:hi], self._lse[levels, :, lo:hi]
         if run.is_wide:
             query = self._wide[run.first_token : run.last_token].view(1, 1, -1, self._width)
-            shape = (-1, self.group_size)
-            out, lse = out.unflatten(2, shape), lse.unflatten(2, shape)
+            shape = (splits, self.num_kv_heads, -1, self.group_size)
+            out, lse = out.view(*shape, self.head_dim), lse.view(shape)
         else:
             query = self._query[:, None, lo:hi]
             out, lse = out.transpose(0, 1), lse.transpose(0, 1)

@@ -18,7 +18,7 @@ class Entry:
     used: int
 
 
-@dataclass
+@dataclass(eq=False)
 class ModelSequence:
     """What a sequence should be; `table` is [blocks of the tree, then private ones]."""
 
@@ -29,11 +29,25 @@ class ModelSequence:
     table: list[int] = field(default_factory=list)
 
 
+@dataclass
+class ModelPin:
+    namespace: Namespace
+    path: list[Tokens]
+    ttl: int
+    expires: int
+
+
 class CacheModel:
     """Knows every cached prefix by its tokens; walks all of them for every question."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, shares: dict[Namespace, float] | None = None
+    ) -> None:
         self.num_blocks = num_blocks
+        self.shares = shares or {}
+        self.open: list[ModelSequence] = []
+        self.pins: dict[int, ModelPin] = {}  # least recently used first
+        self.now = 0
         self.size = block_size
         self.cached: dict[Namespace, dict[Tokens, Entry]] = {}
         self.locks: Counter[tuple[Namespace, Tokens]] = Counter()
@@ -87,19 +101,84 @@ class CacheModel:
             self.locks[namespace, prefix] -= 1
             self.entries(namespace)[prefix].used = now
 
-    def evict(self, wanted: int) -> int:
-        """Drop unlocked prefixes that no other extends, least recent first."""
+    def evict(self, wanted: int, namespace: Namespace | None = None, more: int = 0) -> int:
+        """Drop unlocked prefixes that no other extends: those over a quota first, then the oldest.
+
+        `namespace` is about to take `more` blocks.
+        """
         freed = 0
+        if namespace is not None:
+            while freed < wanted and self.excess(namespace) + more > 0:
+                if not (own := self.leaves(namespace)):
+                    break
+                freed += self.drop(*own[0])
+        while freed < wanted and (over := self.over()) is not None:
+            while freed < wanted and self.excess(over) > 0 and (own := self.leaves(over)):
+                freed += self.drop(*own[0])
         while freed < wanted and (leaves := self.leaves()):
             freed += self.drop(*leaves[0])
         return freed
 
-    def leaves(self) -> list[tuple[Namespace, Tokens]]:
-        """The evictable prefixes, least recently used first."""
+    def over(self) -> Namespace | None:
+        """The namespace most over its quota that has something evictable."""
+        found = [(-self.excess(n), n) for n in self.cached if self.excess(n) > 0]
+        return next((n for _, n in sorted(found) if self.leaves(n)), None)
+
+    def excess(self, namespace: Namespace) -> int:
+        if not self.shares:
+            return -self.num_blocks  # nobody is over where there are no quotas
+        held = sum(len(s.table) - s.num_tree_blocks for s in self.open if s.namespace == namespace)
+        limit = int(self.shares.get(namespace, 1) * self.num_blocks)
+        return len(self.entries(namespace)) + held - limit
+
+    def allow(self, wanted: int) -> bool:
+        """Whether so many blocks can be had; pins give way to a sequence that is alone."""
+        pinned = len(self.pinned())
+        if wanted <= self.num_available() + pinned:
+            while self.pins and len(self.open) <= 1 and wanted > self.num_available():
+                self.unpin(next(iter(self.pins)))
+        return wanted <= self.num_available()
+
+    def pinned(self) -> set[tuple[Namespace, Tokens]]:
+        return {(pin.namespace, prefix) for pin in self.pins.values() for prefix in pin.path}
+
+    def pin(self, pin_id: int, pin: ModelPin) -> None:
+        self.lock(pin.namespace, pin.path)
+        self.pins[pin_id] = pin
+        while len(self.pinned()) > self.num_blocks // 2:
+            self.unpin(next(iter(self.pins)))
+
+    def unpin(self, pin_id: int) -> None:
+        pin = self.pins.pop(pin_id)
+        for prefix in pin.path:
+            self.locks[pin.namespace, prefix] -= 1
+
+    def expire(self) -> None:
+        for pin_id in [i for i, pin in self.pins.items() if pin.expires <= self.now]:
+            self.unpin(pin_id)
+
+    def hit(self, namespace: Namespace, path: list[Tokens]) -> None:
+        """Lock a looked-up path and restart the pins it covers, the longest first."""
+        self.expire()
+        self.lock(namespace, path)
+        covered = [
+            (-len(pin.path), pin_id)
+            for pin_id, pin in self.pins.items()
+            if pin.namespace == namespace and pin.path[-1] in path
+        ]
+        for _, pin_id in sorted(covered):
+            pin = self.pins.pop(pin_id)
+            pin.expires = self.now + pin.ttl
+            self.pins[pin_id] = pin
+
+    def leaves(self, only: Namespace | None = None) -> list[tuple[Namespace, Tokens]]:
+        """The evictable prefixes, of one namespace or of all, least recently used first."""
         found = [
             (entry.used, namespace, prefix)
             for namespace, prefix, entry in self.everything()
-            if not self.locks[namespace, prefix] and not self.is_extended(namespace, prefix)
+            if only in (None, namespace)
+            and not self.locks[namespace, prefix]
+            and not self.is_extended(namespace, prefix)
         ]
         return [(namespace, prefix) for _, namespace, prefix in sorted(found)]
 
@@ -173,6 +252,7 @@ class CacheModel:
                 self.entries(namespace)[tail] = Entry(private.pop(0), self.tick())
         for block in private:
             self.release(block)
+        self.open.remove(sequence)
         self.unlock(namespace, self.path(sequence.tokens[:computed]))
         sequence.computed = sequence.num_tree_blocks = 0
         sequence.table = []

@@ -8,7 +8,7 @@ from cache_helpers import compute, hit, lock, store
 from sortedcontainers import SortedDict
 
 from radixkv.cache import RadixCache
-from radixkv.cache.eviction import LRUEvictor
+from radixkv.cache.policies import LRUPolicy
 from radixkv.cache.radix_tree import RadixTree
 
 
@@ -175,7 +175,7 @@ def test_eviction_order_equals_a_sorted_list() -> None:
 
 
 def test_evictor_is_ordered_by_access() -> None:
-    evictor, tree = LRUEvictor(), RadixTree(1)
+    evictor, tree = LRUPolicy(lambda: 0.0), RadixTree(1)
     root = tree.get_root(())
     nodes = [tree.add_child(root, bytes([i]) * 16, bytes([i, 0, 0, 0]), [i]) for i in range(3)]
     for node, access in zip(nodes, (5, 2, 9), strict=True):

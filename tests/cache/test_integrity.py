@@ -15,11 +15,12 @@ Fault = Callable[[RadixCache], object]
 
 def busy_cache() -> RadixCache:
     """A root with a locked run, an unlocked run below it and beside it, and a tail."""
-    cache = RadixCache(32, 2)
+    cache = RadixCache(32, 2, quotas={(): 0.1})
     store(cache, [1, 2, 3, 4, 5, 6])
     store(cache, [1, 2, 9, 9, 7])
     store(cache, [8, 8])
     compute(cache, [1, 2, 3, 4, 11])
+    cache.pin([1, 2, 3, 4])
     cache.check_integrity()
     return cache
 
@@ -130,6 +131,15 @@ FAULTS: dict[str, Fault] = {
     "tree blocks of a sequence": lambda c: bump(next(iter(c.sequences)), "num_tree_blocks", -1),
     "computed without a block": lambda c: bump(next(iter(c.sequences)), "num_computed", 40),
     "leaked block": lambda c: c.pool.allocate(1),
+    "pin count of a node": lambda c: bump(locked(c), "pins"),
+    "pinned blocks": lambda c: bump(c.pins, "num_blocks"),
+    "pinned over the budget": lambda c: setattr(c.pins, "max_blocks", 1),
+    "expiry order of pins": lambda c: c.pins._by_expiry.clear(),
+    "pins by node": lambda c: c.pins._by_node.clear(),
+    "lock of a pin lost": lambda c: c.release_hold(next(iter(c.pins)).node),
+    "held blocks of a namespace": lambda c: bump(c.tree.roots[()].root, "num_held"),
+    "namespace over its quota lost": lambda c: c.quotas._over.clear(),
+    "order of a namespace": lambda c: c.evictor._own.clear(),
     "empty root": lambda c: c.tree.get_root(("empty",)),
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from cache_model import POISON, CacheModel, ModelSequence, Tokens, starts
+from cache_model import POISON, CacheModel, ModelPin, ModelSequence, Tokens, starts
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -23,6 +23,7 @@ DIGESTS: list[Callable[[bytes], bytes]] = [
     lambda data: bytes(16),
     lambda data: bytes(15) + bytes([default_digest(data)[0] & 15]),
 ]
+QUOTAS: list[dict[Namespace, float]] = [{}, {("a",): 0.3}, {(): 0.5, ("a",): 0.5}]
 namespaces = st.sampled_from([(), ("a",)])
 token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
 picks = st.integers(0, 99)
@@ -40,10 +41,19 @@ class CacheMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([2, 3, 4, 2, 3, 4, 1]),
         num_blocks=st.integers(3, 12),
         digest=st.sampled_from(DIGESTS),
+        shares=st.sampled_from(QUOTAS),
     )
-    def start(self, block_size: int, num_blocks: int, digest: Callable[[bytes], bytes]) -> None:
-        self.cache = RadixCache(num_blocks, block_size, digest=digest)
-        self.model = CacheModel(num_blocks, block_size)
+    def start(
+        self,
+        block_size: int,
+        num_blocks: int,
+        digest: Callable[[bytes], bytes],
+        shares: dict[Namespace, float],
+    ) -> None:
+        self.model = CacheModel(num_blocks, block_size, shares)
+        self.cache = RadixCache(
+            num_blocks, block_size, digest=digest, clock=lambda: self.model.now, quotas=shares
+        )
         self.open: list[tuple[Sequence, ModelSequence]] = []
         self.locked: list[tuple[Node, Namespace, list[Tokens]]] = []
         self.past: list[Tokens] = [()]
@@ -75,7 +85,8 @@ class CacheMachine(RuleBasedStateMachine):
             if whole < len(p) <= whole + size and starts(p, want[:found]) and found > whole
         ]
         path = model.path(want[:whole])
-        model.lock(namespace, path)
+        model.hit(namespace, path)
+        model.open.append(mirror)
         mirror.table = [entries[p].block for p in path]
         mirror.computed, mirror.num_tree_blocks = whole, len(path)
         tail = want[:found] if want[:found] in sources else None
@@ -90,7 +101,7 @@ class CacheMachine(RuleBasedStateMachine):
             source = self.cache.pending_copies[own]
             assert source in source_blocks
             model.copy(source, own, cached=True)
-            model.evict(int(not model.num_free()))
+            model.evict(int(not model.num_free()), namespace, 1)
             model.obtain([own])
             mirror.table.append(own)
             mirror.computed = found
@@ -109,11 +120,12 @@ class CacheMachine(RuleBasedStateMachine):
             filled and num_tokens > mirror.computed and model.refs[mirror.table[position]] > 1
         )
         wanted = missing + shared
-        if wanted > model.num_available():
+        model.expire()
+        if not model.allow(wanted):
             with pytest.raises(OutOfBlocksError):
                 sequence.reserve(num_tokens)
             return False
-        model.evict(max(0, wanted - model.num_free()))
+        model.evict(max(0, wanted - model.num_free()), mirror.namespace, wanted)
         sequence.reserve(num_tokens)
         table = sequence.block_table.tolist()
         model.obtain(table[len(mirror.table) :])
@@ -192,6 +204,7 @@ class CacheMachine(RuleBasedStateMachine):
             mirror.table[:used],
         )
         self.open.append((child, twin))
+        self.model.open.append(twin)
 
     @precondition(lambda self: self.open)
     @rule(pick=picks, keep_tail=st.integers(0, 3).map(bool))
@@ -211,7 +224,7 @@ class CacheMachine(RuleBasedStateMachine):
         handle = self.cache.match_prefix(tokens, namespace)
         assert handle.num_cached_tokens == found
         path = self.model.path(tokens[:found])
-        self.model.lock(namespace, path)
+        self.model.hit(namespace, path)
         self.locked.append((self.cache.lock(handle, namespace), namespace, path))
 
     @precondition(lambda self: self.locked)
@@ -223,10 +236,39 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([0, 1, 1, 1, 2, 2, 3, 99]))
     def evict(self, count: int) -> None:
+        self.model.expire()
         if count == 99:
+            for pin_id in list(self.model.pins):
+                self.model.unpin(pin_id)
             assert self.cache.reset() == self.model.evict(self.model.num_blocks)
         else:
             assert self.cache.evict(count) == self.model.evict(count)
+
+    # --- pins -----------------------------------------------------------------------------------
+
+    @rule(namespace=namespaces, base=picks, ttl=st.integers(1, 9))
+    def pin(self, namespace: Namespace, base: int, ttl: int) -> None:
+        tokens = self.past[base % len(self.past)]
+        model = self.model
+        model.expire()
+        want = tokens[: model.num_blocks // 2 * model.size]
+        path = model.path(want[: model.longest(namespace, want)])
+        pin_id = self.cache.pin(tokens, namespace, ttl)
+        assert (pin_id is None) == (not path)
+        if pin_id is not None:
+            model.pin(pin_id, ModelPin(namespace, path, ttl, model.now + ttl))
+
+    @rule(pick=picks)
+    def unpin(self, pick: int) -> None:
+        assert not self.cache.unpin(-1)
+        if self.model.pins:
+            pin_id = list(self.model.pins)[pick % len(self.model.pins)]
+            self.model.unpin(pin_id)
+            assert self.cache.unpin(pin_id)
+
+    @rule(seconds=st.integers(1, 5))
+    def wait(self, seconds: int) -> None:
+        self.model.now += seconds
 
     @rule()
     def take_copies(self) -> None:
@@ -241,6 +283,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert cache.num_free_blocks == model.num_free()
         assert cache.num_evictable_blocks == model.num_evictable()
         assert cache.num_available_blocks == model.num_available()
+        assert [pin.pin_id for pin in cache.pins] == list(model.pins)
+        assert cache.pins.num_blocks == len(model.pinned())
         for block in range(model.num_blocks):
             assert cache.pool.ref_count(block) == model.refs[block]
             if model.refs[block] == 0:
@@ -285,6 +329,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.free(0, True)
         while self.locked:
             self.unlock(0)
+        while self.model.pins:
+            self.unpin(0)
         self.take_copies()
         self.counts_agree()
         assert self.cache.num_referenced_blocks == 0

@@ -11,9 +11,12 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from radixkv.cache import RadixCache
+from radixkv.cache.hashing import Digest, default_digest
+from radixkv.cache.tiers_disk import DiskTier
 from radixkv.engine.batch import ForwardBatch
 from radixkv.engine.engine import Engine, EngineLimits, Output
 from radixkv.engine.request import EngineRequest
+from radixkv.engine.tiering import Tiering
 from radixkv.request import RequestOutput, SamplingParams
 
 VOCAB = 512
@@ -34,6 +37,7 @@ class FakeRunner:
         self.slots = np.full((num_blocks, block_size), POISON, dtype=np.int64)
         self.steps: list[ForwardBatch] = []
         self.fail_at: int | None = None
+        self.failing_transfers = 0  # of the next transfers between pool and host, so many raise
 
     def execute(self, batch: ForwardBatch) -> torch.Tensor:
         self.steps.append(batch)
@@ -63,6 +67,21 @@ class FakeRunner:
             assert all(s == shared[0] for s in shared)
         return torch.from_numpy(np.array(logits, dtype=np.float32).reshape(-1, self.vocab_size))
 
+    def gather_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
+        self._fail_transfer()
+        content = self.slots[list(block_ids)]
+        assert (content != POISON).all(), "a block that was never written is kept"
+        return torch.from_numpy(content.view(np.uint8).reshape(len(content), -1))
+
+    def scatter_blocks(self, block_ids: Sequence[int], contents: torch.Tensor) -> None:
+        self._fail_transfer()
+        self.slots[list(block_ids)] = contents.numpy().view(np.int64)
+
+    def _fail_transfer(self) -> None:
+        if self.failing_transfers:
+            self.failing_transfers -= 1
+            raise RuntimeError("injected")
+
 
 def fake_logits(history: np.ndarray, vocab_size: int = VOCAB) -> np.ndarray:
     """Logits of the token after `history`."""
@@ -86,14 +105,26 @@ def make_engine(
     max_num_batched_tokens: int = 64,
     enabled: bool = True,
     eos_token_ids: tuple[int, ...] = (),
+    digest: Digest = default_digest,
+    host_blocks: int = 0,
+    disk: DiskTier | None = None,
+    tier_policy: str = "always",
 ) -> Engine:
     """An engine over the fake model."""
+    runner = FakeRunner(num_blocks, block_size)
+    cache = RadixCache(num_blocks, block_size, enabled=enabled, digest=digest)
+    tiers = None
+    if host_blocks or disk is not None:
+        tiers = Tiering(
+            runner, cache, 8 * block_size, host_blocks=host_blocks, disk=disk, policy=tier_policy
+        )
     return Engine(
-        FakeRunner(num_blocks, block_size),
+        runner,
         CharTokenizer(),
-        RadixCache(num_blocks, block_size, enabled=enabled),
+        cache,
         EngineLimits(max_model_len, max_num_seqs, max_num_batched_tokens),
         eos_token_ids=eos_token_ids,
+        tiers=tiers,
     )
 
 
@@ -177,6 +208,8 @@ class Harness:
         for item in outputs:
             self.answers[item.request_id].outputs.append(item.output)
         self.cache.check_integrity()
+        if self.engine.tiers is not None:
+            self.engine.tiers.check_integrity()
         assert len(self.cache.sequences) == len(self.scheduler.running)
         for block_id in range(self.cache.num_blocks):
             if self.cache.pool.ref_count(block_id) == 0:

@@ -202,7 +202,12 @@ class FakeEngine:
             self._task.cancel()
 
     def submit(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, namespace: Namespace = ()
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        namespace: Namespace = (),
+        request_id: str | None = None,
     ) -> FakeStream:
         if not self.accepting or self.dead:
             raise EngineClosedError("the engine is closed")
