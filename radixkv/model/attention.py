@@ -95,8 +95,9 @@ class AttentionBackend(ABC):
         Args:
             layer: index into the pool's layers.
             query: `[num_tokens, num_heads, head_dim]`, rotated.
-            key, value: `[num_tokens, num_kv_heads, head_dim]`, key rotated; they may be strided
-                views, with the last dimension contiguous.
+            key, value: `[num_tokens, num_kv_heads, head_dim]`, key rotated.
+
+        All three may be strided views of rows whose heads lie side by side.
 
         Returns:
             `[num_tokens, num_heads, head_dim]`, in the query's dtype.

@@ -97,7 +97,7 @@ class CpuAttention(AttentionBackend):
         self.group_size = num_heads // num_kv_heads
         self._width = num_kv_heads * head_dim
         self._can_widen = num_kv_heads > 1 and self._width <= self.tuning.max_wide
-        self._has_wide = False
+        self._has_wide = self._has_narrow = False
         self._plan: AttentionPlan | None = None
         self._calls: list[_Call] = []
         self._causals: list[tuple[CausalCall, torch.Tensor, torch.Tensor]] = []
@@ -157,6 +157,7 @@ class CpuAttention(AttentionBackend):
             self._lse.fill_(-math.inf)
         self._calls = [self._run_call(run) for run in plan.runs]
         self._calls += [self._tail_call(tail) for tail in plan.tails]
+        self._has_narrow = any(not call.is_wide for call in self._calls)
         self._causals = [
             (causal, *self._slab_rows(causal.level, causal.first_token, causal.last_token))
             for causal in plan.causals
@@ -182,7 +183,7 @@ class CpuAttention(AttentionBackend):
         grouped = query.view(plan.num_tokens, self.num_kv_heads, self.group_size, self.head_dim)
         if len(plan.gather_slots):
             torch.index_select(self._layer_rows[layer], 0, self._gather_rows, out=self._gathered)
-        if self._calls:
+        if self._has_narrow:
             self._by_token(self._query).copy_(grouped)
         if self._has_wide:
             _diagonal(self._wide).copy_(grouped.permute(0, 2, 3, 1))

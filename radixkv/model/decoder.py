@@ -119,9 +119,7 @@ class _Layer:
             rotated = _rms_norm(rotated, self._qk_norm, self._eps)
         rotated = rotary.rotate(rotated, cos, sin)
         query, key = rotated.split_with_sizes(self._query_and_key, dim=1)
-        # Strided views would do for most backends, but the contract promises strides for K and V
-        # alone.
-        mixed = attention.run(index, query.contiguous(), key, value).flatten(1)
+        mixed = attention.run(index, query, key, value).flatten(1)
         if rows is not None:
             mixed = mixed.index_select(0, rows)
             hidden = hidden.index_select(0, rows)
