@@ -19,6 +19,7 @@ from radixkv.model.cpu_attention_plan import (
     Tuning,
     plan_attention,
 )
+from radixkv.model.cpu_speed import float32_is_faster
 from radixkv.model.kv_pool import KVPool
 
 __all__ = ["CpuAttention"]
@@ -98,6 +99,9 @@ class CpuAttention(AttentionBackend):
         self._width = num_kv_heads * head_dim
         self._can_widen = num_kv_heads > 1 and self._width <= self.tuning.max_wide
         self._has_wide = self._has_narrow = False
+        self._float32_rows = math.inf
+        if pool.dtype == torch.bfloat16 and float32_is_faster():
+            self._float32_rows = self.tuning.min_float32_rows
         self._plan: AttentionPlan | None = None
         self._calls: list[_Call] = []
         self._causals: list[tuple[CausalCall, torch.Tensor, torch.Tensor]] = []
@@ -188,7 +192,8 @@ class CpuAttention(AttentionBackend):
         if self._has_wide:
             _diagonal(self._wide).copy_(grouped.permute(0, 2, 3, 1))
         if len(self._calls) + len(self._causals) == 1 and plan.num_levels == 1:
-            return self._run_only_call(layer, grouped, key, value).reshape(query.shape)
+            only = self._run_only_call(layer, grouped, key, value)
+            return only.to(query.dtype).reshape(query.shape)
         for call in self._calls:
             out, lse = self._attend(layer, call)
             if call.tokens is None:
@@ -247,7 +252,11 @@ class CpuAttention(AttentionBackend):
             key = pool.data.as_strided(call.size, call.stride, offset)
             offset += pool.num_layers * self._layer_elements
             value = pool.data.as_strided(call.size, call.stride, offset)
-        out, lse = _flash(query, key, value, self.scale, mask=call.mask)
+        mask = call.mask
+        if query.shape[-2] >= self._float32_rows:
+            query, key, value = query.float(), key.float(), value.float()
+            mask = None if mask is None else mask.float()
+        out, lse = _flash(query, key, value, self.scale, mask=mask)
         if call.is_wide:
             # Of [parts, tokens, kvh, group, kvh, dim] each query's own KV head, in front of the
             # tokens.
@@ -273,6 +282,8 @@ class CpuAttention(AttentionBackend):
         query = grouped[rows].permute(1, 2, 0, 3)
         key = key[rows].transpose(0, 1).unsqueeze(1).expand(query.shape)
         value = value[rows].transpose(0, 1).unsqueeze(1).expand(query.shape)
+        if len(query[0]) * query.shape[-2] >= self._float32_rows:
+            query, key, value = query.float(), key.float(), value.float()
         return _flash(query, key, value, self.scale, is_causal=True)
 
     def _write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:

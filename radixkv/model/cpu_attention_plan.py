@@ -32,6 +32,8 @@ class Tuning:
         max_wide: widest `num_kv_heads * head_dim` at which the KV heads are read as one wide
             head, by calls of few query tokens.
         max_wide_tokens: most query tokens of such a call.
+        min_float32_rows: query rows of a KV head from which a call over bfloat16 is made in
+            float32, K and V converted for it, on a CPU where that is faster.
     """
 
     min_run: int = 384
@@ -41,6 +43,7 @@ class Tuning:
     min_bucket: int = 512
     max_wide: int = 512
     max_wide_tokens: int = 2
+    min_float32_rows: int = 192
 
 
 @dataclass(frozen=True, slots=True)

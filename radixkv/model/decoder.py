@@ -28,7 +28,12 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, *, max_positions: int | None = None
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        *,
+        max_positions: int | None = None,
+        has_float32: bool = False,
     ) -> None:
         self.config = config
         self.dtype = weights.embed.dtype
@@ -41,7 +46,7 @@ class Decoder:
         # Popped one by one, so that a packed layer and its plain form exist together only once.
         weights.layers.reverse()
         while weights.layers:
-            self._layers.append(_Layer(config, weights.layers.pop()))
+            self._layers.append(_Layer(config, weights.layers.pop(), has_float32))
         self._lm_head = Linear(weights.lm_head, None)
         tied = weights.lm_head is weights.embed and not self._lm_head.is_packed
         self.weight_bytes = (
@@ -85,7 +90,7 @@ class Decoder:
 class _Layer:
     """One layer's weights, ready to multiply."""
 
-    def __init__(self, config: ModelConfig, weights: LayerWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: LayerWeights, has_float32: bool) -> None:
         self._eps = config.rms_norm_eps
         self._query_and_key = (config.num_heads, config.num_kv_heads)
         self._rotated_and_value = (config.num_heads + config.num_kv_heads, config.num_kv_heads)
@@ -93,10 +98,10 @@ class _Layer:
         self._input_norm = weights.input_norm
         self._post_norm = weights.post_norm
         self._qk_norm = weights.qk_norm
-        self._qkv = Linear(weights.qkv, weights.qkv_bias)
-        self._out = Linear(weights.out, weights.out_bias)
-        self._gate_up = Linear(weights.gate_up, weights.gate_up_bias)
-        self._down = Linear(weights.down, weights.down_bias)
+        self._qkv = Linear(weights.qkv, weights.qkv_bias, has_float32=has_float32)
+        self._out = Linear(weights.out, weights.out_bias, has_float32=has_float32)
+        self._gate_up = Linear(weights.gate_up, weights.gate_up_bias, has_float32=has_float32)
+        self._down = Linear(weights.down, weights.down_bias, has_float32=has_float32)
         norms = (self._input_norm, self._post_norm, self._qk_norm)
         linears = (self._qkv, self._out, self._gate_up, self._down)
         self.nbytes = sum(norm.nbytes for norm in norms if norm is not None)

@@ -17,6 +17,9 @@ _PACK_ROWS = 256
 # Past this many rows the product of a packed weight costs more than that of a plain one, and more
 # than two packed products of half the rows.
 _MAX_PACKED_ROWS = 256
+# From this many rows on a float32 product is faster, where it is faster at all. With fewer, reading
+# the weights costs more than multiplying, and bf16 ones are half the bytes.
+_MIN_FLOAT32_ROWS = 24
 
 
 @dataclass(slots=True)
@@ -57,22 +60,40 @@ class Linear:
     On a CPU a bf16 weight is packed once into oneDNN's blocked layout, which makes products of 1
     to 256 rows 1.2 to 1.5 times faster than `linear`, that packs it anew at every call. The packed
     copy replaces the plain weight unless the caller keeps that one too.
+
+    With `has_float32`, a float32 copy of a packed weight multiplies many rows: 1.3 times as fast
+    for 64 rows and 1.6 times for 256 on a CPU where `float32_is_faster`. Results are rounded
+    to bf16 either way.
     """
 
-    __slots__ = ("_bias", "_weight", "is_packed", "nbytes")
+    __slots__ = ("_bias", "_bias32", "_weight", "_weight32", "is_packed", "nbytes")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, has_float32: bool = False
+    ) -> None:
         self._bias = bias
         self.is_packed = _can_pack(weight)
         self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self._weight = weight
+        self._weight32: torch.Tensor | None = None
+        self._bias32: torch.Tensor | None = None
         if self.is_packed:
+            if has_float32:
+                wide = weight.float()
+                self.nbytes += wide.nbytes
+                self._weight32 = torch.ops.mkldnn._reorder_linear_weight(wide, _PACK_ROWS)
+                self._bias32 = None if bias is None else bias.float()
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[rows, out]` for contiguous `x` `[rows, in]`, in the dtype of `x`."""
         if not self.is_packed:
             return functional.linear(x, self._weight, self._bias)
+        if self._weight32 is not None and x.shape[0] >= _MIN_FLOAT32_ROWS:
+            product = torch.ops.mkldnn._linear_pointwise(
+                x.float(), self._weight32, self._bias32, "none", [], ""
+            )
+            return product.to(x.dtype)
         if x.shape[0] <= _MAX_PACKED_ROWS:
             return self._product(x)
         starts = range(0, x.shape[0], _MAX_PACKED_ROWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from rich.console import Console
 
 from radixkv.errors import ConfigError
 from radixkv.model.config import ModelConfig, parse_dtype
+from radixkv.model.cpu_speed import float32_is_faster
 from radixkv.model.decoder import Decoder
 from radixkv.model.gguf import convert_gguf
+from radixkv.model.layers import DecoderWeights
 from radixkv.model.pull import DEFAULT_MODEL_NAME, ensure_default_model
 from radixkv.model.tokenizer import ByteTokenizer, Tokenizer, TokenizerLike
 from radixkv.model.weights import dummy_weights, load_weights
@@ -51,6 +54,7 @@ def load_model(
     load_format: str = "auto",
     cache_dir: Path | None = None,
     max_model_len: int | None = None,
+    float32_products: bool | None = None,
     console: Console | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer.
@@ -64,6 +68,8 @@ def load_model(
             but config.json.
         cache_dir: where converted models are kept; `default_cache_dir()` if None.
         max_model_len: positions that will be used, if fewer than the model can; spares memory.
+        float32_products: keep float32 copies of bf16 weights, for products of many rows, on a CPU;
+            None: if they are faster there and take no more than a sixteenth of its memory.
         console: where progress is shown; stderr if None.
 
     Raises:
@@ -93,7 +99,9 @@ def load_model(
             path, config, dtype=final_dtype, device=torch_device, console=console
         )
     limit = min(max_model_len or config.max_model_len, config.max_model_len)
-    decoder = Decoder(config, weights, max_positions=limit)
+    if float32_products is None:
+        float32_products = torch_device.type == "cpu" and _can_afford_float32(weights)
+    decoder = Decoder(config, weights, max_positions=limit, has_float32=float32_products)
     return LoadedModel(decoder, tokenizer, config, path, name, decoder.weight_bytes)
 
 
@@ -141,6 +149,18 @@ def _load_tokenizer(path: Path, config: ModelConfig, is_dummy: bool) -> Tokenize
         if not is_dummy:
             raise
         return ByteTokenizer()
+
+
+def _can_afford_float32(weights: DecoderWeights) -> bool:
+    matrices = [
+        matrix
+        for layer in weights.layers
+        for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)
+    ]
+    if weights.embed.dtype != torch.bfloat16 or not matrices:
+        return False
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return sum(4 * matrix.numel() for matrix in matrices) <= memory // 16 and float32_is_faster()
 
 
 def _parse_device(name: str) -> torch.device:

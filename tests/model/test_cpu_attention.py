@@ -328,3 +328,18 @@ def test_wide_heads_give_the_bits_of_narrow_ones(order: str) -> None:
     for wide in (GATHER_ALL, VIEW_ALL):
         unsplit = replace(wide, min_split=10**9, min_wide_split=10**9)
         assert torch.equal(case.run(unsplit), case.run(replace(unsplit, max_wide=0)))
+
+
+@pytest.mark.parametrize("order", ["consecutive", "pieces"])
+@pytest.mark.parametrize("seqs", [[(40, 1), (23, 6), (9, 1)], [(0, 12)], [(30, 9)], [(50, 1)]])
+def test_float32_calls_give_what_bfloat16_ones_do(
+    order: str, seqs: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.model.cpu_attention.float32_is_faster", lambda: True)
+    case = _case(seqs, order=order, dtype=torch.bfloat16)
+    always = replace(MIXED, min_float32_rows=1, max_wide=0)
+    case.check(always)
+    # Operands are rounded alike, so float32 calls are nearer to the truth than bfloat16 ones.
+    error = (case.run(always).double() - case.expected()).norm()
+    other = (case.run(replace(always, min_float32_rows=10**9)).double() - case.expected()).norm()
+    assert error <= 1.05 * other

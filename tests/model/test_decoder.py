@@ -9,6 +9,7 @@ from model_fakes import Stepper, round_parameters, tiny_hf_model
 
 from radixkv.model.config import ModelConfig
 from radixkv.model.decoder import Decoder
+from radixkv.model.layers import Linear
 from radixkv.model.tokenizer import Tokenizer
 from radixkv.model.weights import dummy_weights, load_weights
 
@@ -137,6 +138,36 @@ def test_chunk_longer_than_a_packed_product_equals_short_chunks() -> None:
     parts = Stepper(decoder, 1, 300)
     again = torch.cat([parts.step([ids[:150]]), parts.step([ids[150:]])])
     torch.testing.assert_close(whole, again, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 23, 24, 300])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_float32_copy_of_a_weight_multiplies_as_exactly(rows: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(80, 48).bfloat16(), torch.randn(rows, 48).bfloat16()
+    bias = torch.randn(80).bfloat16() if has_bias else None
+    linear = Linear(weight.clone(), bias, has_float32=True)
+    truth = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert linear(x).dtype == torch.bfloat16
+    torch.testing.assert_close(linear(x).double(), truth, rtol=2**-8, atol=2**-8)
+    if linear.is_packed:
+        assert linear.nbytes == 3 * weight.nbytes + (bias.nbytes if bias is not None else 0)
+
+
+def test_float32_copies_serve_products_of_many_rows() -> None:
+    config = ModelConfig.from_hf(tiny_hf_model("llama").config)
+    plain, copied = (
+        Decoder(
+            config, dummy_weights(config, dtype=torch.bfloat16, device=CPU), has_float32=has_float32
+        )
+        for has_float32 in (False, True)
+    )
+    ids = prompts(30)[:1]
+    few, many = [ids[0][:10]], [ids[0]]
+    assert torch.equal(Stepper(plain, 1, 32).step(few), Stepper(copied, 1, 32).step(few))
+    torch.testing.assert_close(
+        Stepper(plain, 1, 32).step(many), Stepper(copied, 1, 32).step(many), atol=2e-2, rtol=2e-2
+    )
 
 
 def test_weight_bytes_count_tied_embeddings_once_in_fp32() -> None:
