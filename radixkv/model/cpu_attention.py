@@ -125,8 +125,10 @@ class CpuAttention(AttentionBackend):
         """Prepare the batch described by `metadata`; valid until the next call.
 
         Raises:
-            ValueError: see `plan_attention`.
+            ValueError: see `plan_attention`; or the batch has tree masks.
         """
+        if any(mask is not None for mask in metadata.tree_masks):
+            raise ValueError("attention on a CPU knows no tree masks; use the Triton backend")
         plan = plan_attention(
             metadata,
             block_size=self.pool.block_size,
@@ -191,7 +193,11 @@ class CpuAttention(AttentionBackend):
             self._by_token(self._query).copy_(grouped)
         if self._has_wide:
             _diagonal(self._wide).copy_(grouped.permute(0, 2, 3, 1))
-        if len(self._calls) + len(self._causals) == 1 and plan.num_levels == 1:
+        if (
+            len(self._calls) + len(self._causals) == 1
+            and plan.num_levels == 1
+            and all(call.tokens is None for call in self._calls)
+        ):
             only = self._run_only_call(layer, grouped, key, value)
             return only.to(query.dtype).reshape(query.shape)
         for call in self._calls:
@@ -200,8 +206,11 @@ class CpuAttention(AttentionBackend):
                 call.out.copy_(out)
                 call.lse.copy_(lse)
             else:
-                call.out.index_copy_(1, call.tokens, out.transpose(0, 1).float())
-                call.lse.index_copy_(1, call.tokens, lse.transpose(0, 1))
+                # A repeated token's results are the same each time.
+                shape = (self.num_kv_heads, -1, self.group_size)
+                out = out.transpose(0, 1).reshape(*shape, self.head_dim)
+                call.out.index_copy_(1, call.tokens, out.float())
+                call.lse.index_copy_(1, call.tokens, lse.transpose(0, 1).reshape(shape))
         for causal, slab_out, slab_lse in self._causals:
             out, lse = self._attend_causal(causal, grouped, key, value)
             slab_out.copy_(out.transpose(1, 2))
@@ -219,9 +228,10 @@ class CpuAttention(AttentionBackend):
             return out.permute(2, 0, 1, 3)
         call = self._calls[0]
         out, _ = self._attend(layer, call)
-        # A batch of tails has its tokens in front already; a lone run is of one token.
+        # A batch of tails has its sequences in front already; a lone run is of one token.
         if call.is_tail:
-            return out
+            by_token = out.view(len(out), self.num_kv_heads, -1, self.group_size, self.head_dim)
+            return by_token.transpose(1, 2).flatten(0, 1)
         return out[0].transpose(0, 1) if call.is_wide else out.transpose(0, 1)
 
     def _merge(self, num_levels: int) -> torch.Tensor:
@@ -245,7 +255,9 @@ class CpuAttention(AttentionBackend):
                 query = self._wide_rows(self._wide.index_select(0, call.tokens))
             else:
                 query = self._query.view(self.num_kv_heads, -1, self.group_size, self.head_dim)
-                query = query.index_select(1, call.tokens).transpose(0, 1)
+                query = query.index_select(1, call.tokens)
+                shape = (self.num_kv_heads, call.size[0], -1, self.head_dim)
+                query = query.view(shape).transpose(0, 1)
         if key is None or value is None:
             pool = self.pool
             offset = layer * self._layer_elements + call.offset
@@ -284,7 +296,11 @@ class CpuAttention(AttentionBackend):
         value = value[rows].transpose(0, 1).unsqueeze(1).expand(query.shape)
         if len(query[0]) * query.shape[-2] >= self._float32_rows:
             query, key, value = query.float(), key.float(), value.float()
-        return _flash(query, key, value, self.scale, is_causal=True)
+        if call.mask is None:
+            return _flash(query, key, value, self.scale, is_causal=True)
+        mask = torch.zeros(call.mask.shape, dtype=query.dtype)
+        mask = mask.masked_fill_(torch.from_numpy(~call.mask), -math.inf)[None, None]
+        return _flash(query, key, value, self.scale, mask=mask)
 
     def _write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         k_slots, v_slots = self.pool.k_slots[layer], self.pool.v_slots[layer]
@@ -346,35 +362,43 @@ class CpuAttention(AttentionBackend):
         )
 
     def _tail_call(self, tail: TailCall) -> _Call:
-        count, first = len(tail.tokens), int(tail.tokens[0])
-        wide = self._can_widen
+        count, num_tokens = tail.tokens.shape
+        wide = self._can_widen and num_tokens == 1
         kvh, dim = (1, self._width) if wide else (self.num_kv_heads, self.head_dim)
         size = (count, kvh, tail.width, dim)
         stride = (tail.width * self._width, dim, self._width, 1)
         key, value = self._gathered_views(size, stride, tail.start)
         mask = None
-        if tail.is_padded:
-            padding = np.arange(tail.width) >= tail.lengths[:, None]
-            mask = torch.zeros((count, 1, 1, tail.width), dtype=self.pool.dtype)
-            mask.masked_fill_(torch.from_numpy(padding)[:, None, None, :], -math.inf)
-        shape = (self.num_kv_heads, -1, self.group_size)
-        out = self._out[tail.level].view(*shape, self.head_dim)
-        lse = self._lse[tail.level].view(shape)
+        if tail.visible is not None:
+            rows = self.group_size if num_tokens > 1 else 1
+            hidden = torch.from_numpy(~tail.visible).repeat_interleave(rows, 1)
+            mask = torch.zeros(hidden.shape, dtype=self.pool.dtype)
+            mask = mask.masked_fill_(hidden, -math.inf).unsqueeze(1)
+        flat, first = tail.tokens.ravel(), int(tail.tokens[0, 0])
+        out = self._out[tail.level].view(self.num_kv_heads, -1, self.group_size, self.head_dim)
+        lse = self._lse[tail.level].view(self.num_kv_heads, -1, self.group_size)
         query: torch.Tensor | None = None
         tokens: torch.Tensor | None = None
-        if int(tail.tokens[-1]) - first + 1 == count:
-            rows = slice(first, first + count)
-            out, lse = out[:, rows].transpose(0, 1), lse[:, rows].transpose(0, 1)
+        if (flat == np.arange(first, first + len(flat))).all():
+            neighbours = slice(first, first + len(flat))
+            shape = (self.num_kv_heads, count, num_tokens * self.group_size)
+            out = out[:, neighbours].view(*shape, self.head_dim).transpose(0, 1)
+            lse = lse[:, neighbours].view(shape).transpose(0, 1)
             query = (
-                self._wide_rows(self._wide[rows])
+                self._wide_rows(self._wide[neighbours])
                 if wide
-                else self._query.view(*shape, self.head_dim)[:, rows].transpose(0, 1)
+                else self._narrow_rows(neighbours).view(*shape, self.head_dim).transpose(0, 1)
             )
         else:
-            tokens = torch.from_numpy(tail.tokens)
+            tokens = torch.from_numpy(flat)
         return _Call(
             query, key, value, mask, size, stride, 0, out, lse, tokens, is_tail=True, is_wide=wide
         )
+
+    def _narrow_rows(self, tokens: slice) -> torch.Tensor:
+        """Return `[num_kv_heads, tokens, group_size, head_dim]` of the query buffer."""
+        shape = (self.num_kv_heads, -1, self.group_size, self.head_dim)
+        return self._query.view(shape)[:, tokens]
 
     def _gathered_views(
         self, size: tuple[int, ...], stride: tuple[int, ...], row: int

@@ -13,7 +13,8 @@ from radixkv.model.attention import AttentionMetadata
 __all__ = ["AttentionPlan", "CausalCall", "RunCall", "TailCall", "Tuning", "plan_attention"]
 
 _Slots = npt.NDArray[np.int64]
-# A decode's sequence and the slots that it has left to read.
+_Mask = npt.NDArray[np.bool_]
+# A sequence of few new tokens and the slots that it has left to read.
 _Tail = tuple[int, _Slots]
 
 
@@ -32,6 +33,7 @@ class Tuning:
         max_wide: widest `num_kv_heads * head_dim` at which the KV heads are read as one wide
             head, by calls of few query tokens.
         max_wide_tokens: most query tokens of such a call.
+        max_tail_tokens: most new tokens of a sequence that is read in one call with others, at least 1.
         min_float32_rows: query rows of a KV head from which a call over bfloat16 is made in
             float32, K and V converted for it, on a CPU where that is faster.
     """
@@ -43,6 +45,7 @@ class Tuning:
     min_bucket: int = 512
     max_wide: int = 512
     max_wide_tokens: int = 2
+    max_tail_tokens: int = 32
     min_float32_rows: int = 192
 
 
@@ -68,31 +71,36 @@ class RunCall:
 
 @dataclass(frozen=True, slots=True)
 class TailCall:
-    """Attention of decode tokens, each over its own short rest of tokens.
+    """Attention of the few new tokens of some sequences, each over its own short rest of tokens.
 
-    Token `tokens[i]` attends to `lengths[i]` rows of the gathered tokens, from row
-    `start + i * width`; the rest up to `width` repeats one of its own tokens.
+    Query tokens `tokens[i]` attend to `width` rows of the gathered tokens, from row
+    `start + i * width`. A sequence with fewer new tokens than others repeats its last one; rows
+    past its own tokens repeat one of them, since the kernel multiplies them by zero.
+
+    Attributes:
+        tokens: `[num_seqs, num_tokens]`.
+        visible: `[num_seqs, num_tokens, width]`, which rows a token attends to; None: all.
     """
 
     tokens: npt.NDArray[np.int64]
     start: int
     width: int
-    lengths: npt.NDArray[np.int64]
+    visible: _Mask | None
     level: int
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether some token attends to fewer than `width` rows."""
-        return bool((self.lengths < self.width).any())
 
 
 @dataclass(frozen=True, slots=True)
 class CausalCall:
-    """Causal attention of query tokens `first_token` to `last_token` among themselves."""
+    """Attention of query tokens `first_token` to `last_token` among themselves.
+
+    Attributes:
+        mask: `[num_tokens, num_tokens]`, which of them a token sees; None: those before it.
+    """
 
     first_token: int
     last_token: int
     level: int
+    mask: _Mask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,26 +194,40 @@ class _Planner:
                 self.num_shared[seq] = group.last_block * self.block_size
 
     def add_private(self) -> None:
-        tails: list[_Tail] = []
-        for seq, seq_len in enumerate(self.metadata.seq_lens.tolist()):
-            query_len = self.token_loc[seq + 1] - self.token_loc[seq]
+        metadata, block_size = self.metadata, self.block_size
+        decodes: list[_Tail] = []
+        chunks: list[_Tail] = []
+        for seq, seq_len in enumerate(metadata.seq_lens.tolist()):
+            query_len = self._query_len(seq)
             # A decode's only new token was just written: to the kernel it is one more old one.
             end = seq_len if query_len == 1 else seq_len - query_len
             start, num_tokens = self.num_shared[seq], end - self.num_shared[seq]
-            table = self.metadata.block_tables[seq]
-            blocks = table[start // self.block_size : -(-end // self.block_size)]
-            if query_len > 1:
+            table = metadata.block_tables[seq]
+            blocks = table[start // block_size : -(-end // block_size)]
+            if query_len > self.tuning.max_tail_tokens:
                 self._add_segment(seq, seq + 1, blocks, num_tokens)
-                level = self._take_levels(seq, seq + 1, 1)
-                self.causals.append(CausalCall(self.token_loc[seq], self.token_loc[seq + 1], level))
+                self._add_causal(seq)
                 continue
             runs, rest = self._divide(blocks, num_tokens)
             for first_slot, length in runs:
                 self._add_run(seq, seq + 1, first_slot, length, gathered=False)
-            if len(rest):
-                tails.append((seq, rest))
-        for bucket in self._buckets(tails):
-            self._add_tails(bucket)
+            if query_len > 1:
+                chunks.append((seq, rest))
+            elif len(rest):
+                decodes.append((seq, rest))
+        for bucket in self._buckets(decodes):
+            if len(bucket) == 1:
+                self._add_rest(bucket[0][0], bucket[0][0] + 1, bucket[0][1])
+            else:
+                self._add_tails(bucket)
+        for bucket in self._buckets(chunks):
+            if len(bucket) == 1:
+                seq, rest = bucket[0]
+                if len(rest):
+                    self._add_rest(seq, seq + 1, rest)
+                self._add_causal(seq)
+            else:
+                self._add_tails([(seq, self._with_new(seq, rest)) for seq, rest in bucket])
 
     def finish(self) -> AttentionPlan:
         num_levels = max(mask.bit_length() for mask in self.levels)
@@ -302,21 +324,50 @@ class _Planner:
             buckets[-1].append(tail)
         return [sorted(bucket, key=lambda tail: tail[0]) for bucket in buckets]
 
+    def _add_causal(self, seq: int) -> None:
+        first, last = self.token_loc[seq], self.token_loc[seq + 1]
+        level = self._take_levels(seq, seq + 1, 1)
+        self.causals.append(CausalCall(first, last, level, self._tree_mask(seq)))
+
     def _add_tails(self, bucket: Sequence[_Tail]) -> None:
+        """Add the one call in which some sequences' new tokens read what these have left."""
         seqs = [seq for seq, _ in bucket]
-        if len(bucket) == 1:
-            self._add_rest(seqs[0], seqs[0] + 1, bucket[0][1])
-            return
+        query_lens = np.array([self._query_len(seq) for seq in seqs])
         lengths = np.array([len(slots) for _, slots in bucket], dtype=np.int64)
-        padded = np.empty((len(bucket), lengths.max()), dtype=np.int64)
+        width, num_tokens = int(lengths.max()), int(query_lens.max())
+        padded = np.empty((len(bucket), width), dtype=np.int64)
         for row, (_, slots) in zip(padded, bucket, strict=True):
             row[: len(slots)] = slots
             # The kernel multiplies masked tokens by zero, so they must be finite.
             row[len(slots) :] = slots[-1]
+        offsets = np.minimum(np.arange(num_tokens), query_lens[:, None] - 1)
+        tokens = offsets + np.array([self.token_loc[seq] for seq in seqs], dtype=np.int64)[:, None]
+        visible = np.broadcast_to(
+            (np.arange(width) < lengths[:, None])[:, None], (len(bucket), num_tokens, width)
+        )
+        if num_tokens > 1:
+            visible = visible.copy()
+            for i, seq in enumerate(seqs):
+                new = int(query_lens[i])
+                tree = self._tree_mask(seq)
+                among = np.tri(new, dtype=np.bool_) if tree is None else tree
+                visible[i, :, lengths[i] - new : lengths[i]] = among[offsets[i]]
         level = self._take_level_of(seqs)
-        tokens = np.array([self.token_loc[seq] for seq in seqs], dtype=np.int64)
         start = self._gather(padded.ravel())
-        self.tails.append(TailCall(tokens, start, padded.shape[1], lengths, level))
+        mask = None if visible.all() else visible
+        self.tails.append(TailCall(tokens, start, width, mask, level))
+
+    def _with_new(self, seq: int, slots: _Slots) -> _Slots:
+        """Return `slots` and behind them those of the sequence's new tokens."""
+        first, last = self.token_loc[seq], self.token_loc[seq + 1]
+        return np.concatenate([slots, self.metadata.slot_mapping[first:last]])
+
+    def _query_len(self, seq: int) -> int:
+        return self.token_loc[seq + 1] - self.token_loc[seq]
+
+    def _tree_mask(self, seq: int) -> _Mask | None:
+        masks = self.metadata.tree_masks
+        return masks[seq] if masks else None
 
     def _gather(self, slots: _Slots) -> int:
         """Append to what is gathered and return the row at which it starts."""
@@ -374,6 +425,7 @@ def _check(metadata: AttentionMetadata, block_size: int, num_blocks: int) -> Non
             f"block tables must name {num_used} blocks in [0, {num_blocks}), "
             f"got {[table.tolist() for table in used]}"
         )
+    _check_trees(metadata, query_lens.tolist())
     contexts = (metadata.seq_lens - query_lens).tolist()
     next_block = [0] * metadata.num_seqs
     for group in metadata.groups:
@@ -387,6 +439,23 @@ def _check(metadata: AttentionMetadata, block_size: int, num_blocks: int) -> Non
                     f"within the {contexts[seq]} tokens before its new ones"
                 )
             next_block[seq] = group.last_block
+
+
+def _check_trees(metadata: AttentionMetadata, query_lens: list[int]) -> None:
+    if metadata.tree_masks and len(metadata.tree_masks) != metadata.num_seqs:
+        raise ValueError(
+            f"tree_masks must be empty or have {metadata.num_seqs} entries, "
+            f"got {len(metadata.tree_masks)}"
+        )
+    for seq, mask in enumerate(metadata.tree_masks):
+        if mask is None:
+            continue
+        size = query_lens[seq]
+        if mask.shape != (size, size) or not mask.diagonal().all() or np.triu(mask, 1).any():
+            raise ValueError(
+                f"the tree mask of sequence {seq} must be [{size}, {size}], true on the diagonal "
+                f"and false above it"
+            )
 
 
 def _rows_per_task(num_rows: int) -> int:

@@ -19,6 +19,7 @@ GATHER_ALL = Tuning(min_run=10**9, min_split=10**9)
 VIEW_ALL = Tuning(min_run=1, max_runs=10**9, min_split=1, min_wide_split=1)
 MIXED = Tuning(min_run=9, max_runs=2, min_split=2, min_wide_split=3, min_bucket=4)
 # One kernel head per KV head, as for models with many of them.
+B = 4  # block size of the cases with trees
 NARROW_GATHER_ALL = replace(GATHER_ALL, max_wide=0)
 NARROW_VIEW_ALL = replace(VIEW_ALL, max_wide=0)
 NARROW_MIXED = replace(MIXED, max_wide=0)
@@ -39,12 +40,7 @@ class Case:
         backend = _backend(self.pool, self.query.shape[1], tuning)
         metadata = self.metadata
         if not groups:
-            metadata = AttentionMetadata(
-                metadata.query_start_loc,
-                metadata.seq_lens,
-                metadata.block_tables,
-                metadata.slot_mapping,
-            )
+            metadata = replace(metadata, groups=())
         backend.plan(metadata)
         return backend.run(layer, self.query, self.key, self.value)
 
@@ -59,6 +55,26 @@ class Case:
             torch.from_numpy(self.metadata.query_start_loc),
             DIM**-0.5,
         )[0]
+        return out
+
+    def expected_of_trees(self, layer: int = 1) -> torch.Tensor:
+        """Return what new tokens that see each other as the tree masks say attend to."""
+        metadata, query = self.metadata, self.query.double()
+        out = torch.empty_like(query)
+        starts = metadata.query_start_loc.tolist()
+        for seq, mask in enumerate(metadata.tree_masks):
+            first, last, seq_len = starts[seq], starts[seq + 1], int(metadata.seq_lens[seq])
+            context = seq_len - (last - first)
+            blocks = torch.from_numpy(metadata.block_tables[seq][: -(-seq_len // B)].copy())
+            k, v = (
+                pool[layer][blocks].flatten(0, 1)[:seq_len].double().repeat_interleave(3, 1)
+                for pool in (self.pool.k, self.pool.v)
+            )
+            sees = np.tri(last - first, dtype=np.bool_) if mask is None else mask
+            sees = np.concatenate([np.ones((last - first, context), np.bool_), sees], axis=1)
+            scores = torch.einsum("qhd,khd->hqk", query[first:last], k) * DIM**-0.5
+            scores.masked_fill_(torch.from_numpy(~sees), float("-inf"))
+            out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
         return out
 
     def check(self, tuning: Tuning = MIXED, *, groups: bool = True) -> None:
@@ -266,6 +282,7 @@ def test_writes_land_in_the_slots_of_the_mapping_only(
         max_wide=st.sampled_from([0, 512]),
         min_wide_split=st.integers(1, 8),
         max_wide_tokens=st.integers(1, 6),
+        max_tail_tokens=st.sampled_from([1, 2, 4, 32]),
         min_split=st.integers(1, 20),
         min_bucket=st.integers(0, 30),
     ),
@@ -343,3 +360,48 @@ def test_float32_calls_give_what_bfloat16_ones_do(
     error = (case.run(always).double() - case.expected()).norm()
     other = (case.run(replace(always, min_float32_rows=10**9)).double() - case.expected()).norm()
     assert error <= 1.05 * other
+
+
+def _tree_mask(size: int, rng: np.random.Generator) -> np.ndarray:
+    """Return what each node of a random tree sees: itself and its ancestors."""
+    mask = np.eye(size, dtype=np.bool_)
+    for node in range(1, size):
+        parent = int(rng.integers(-1, node))
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
+
+
+@pytest.mark.parametrize("order", ["consecutive", "shuffled"])
+@pytest.mark.parametrize("max_tail_tokens", [1, 5, 32])
+@pytest.mark.parametrize("seed", range(4))
+def test_trees_of_new_tokens_see_their_ancestors_only(
+    order: str, max_tail_tokens: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    seqs = [(9, 6), (17, 1), (12, 5), (8, 9), (30, 3), (8, 40)]
+    case = _case(seqs, ((0, 5, 2), (2, 4, 0)), order=order, seed=seed)
+    masks = tuple(_tree_mask(new, rng) if i % 3 != 1 else None for i, (_, new) in enumerate(seqs))
+    case.metadata = replace(case.metadata, tree_masks=masks)
+    for tuning in (MIXED, Tuning(), GATHER_ALL):
+        out = case.run(replace(tuning, max_tail_tokens=max_tail_tokens)).double()
+        torch.testing.assert_close(out, case.expected_of_trees(), rtol=2e-5, atol=2e-5)
+
+
+def test_lone_tree_with_nothing_before_it() -> None:
+    case = _case([(0, 7)])
+    case.metadata = replace(case.metadata, tree_masks=(_tree_mask(7, np.random.default_rng(1)),))
+    out = case.run(Tuning()).double()
+    torch.testing.assert_close(out, case.expected_of_trees(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "mask", [np.ones((2, 2), np.bool_), np.zeros((2, 2), np.bool_), np.eye(3, dtype=np.bool_)]
+)
+def test_plan_rejects_a_mask_that_is_no_tree(mask: np.ndarray) -> None:
+    case = _case([(5, 2), (4, 1)])
+    backend = _backend(case.pool, 6, MIXED)
+    with pytest.raises(ValueError, match="tree mask of sequence 0"):
+        backend.plan(replace(case.metadata, tree_masks=(mask, None)))
+    with pytest.raises(ValueError, match="tree_masks must be empty or have 2"):
+        backend.plan(replace(case.metadata, tree_masks=(None,)))
