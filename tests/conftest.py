@@ -10,6 +10,12 @@ import pytest
 # As the command line does, before torch is loaded: the tests may share their cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import torch
+
+# Kernels are interpreted or compiled as they are defined, whichever test imports them first.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from radixkv.errors import ConfigError
 from radixkv.model.pull import ensure_default_model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,14 @@ class AttentionMetadata:
         slot_mapping: `[num_tokens]` int64, the slot that each new token's K and V go to.
         groups: shared runs, parents before children; the sequences are ordered so that every
             group is a contiguous range of at least two of them.
+        tree_masks: empty if the new tokens of every sequence are one line of text, each seeing
+            those before it. Otherwise one entry per sequence: None for such a line, or, where the
+            new tokens are the nodes of a tree of speculated tokens, bool `[query_len, query_len]`:
+            entry (i, j) says whether new token i sees new token j. A node sees itself, and none
+            that comes after it (parents come before children). All of them see everything before
+            the first new token. The positions of the batch are those that the nodes would have in
+            their own line (context length plus depth); their slots are consecutive all the same,
+            new token j in the place of token `context_len + j`.
     """
 
     query_start_loc: npt.NDArray[np.int32]
@@ -51,6 +60,7 @@ class AttentionMetadata:
     block_tables: tuple[npt.NDArray[np.int32], ...]
     slot_mapping: npt.NDArray[np.int64]
     groups: tuple[PrefixGroup, ...] = ()
+    tree_masks: tuple[npt.NDArray[np.bool_] | None, ...] = ()
 
     @property
     def num_seqs(self) -> int:
@@ -85,6 +95,21 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, metadata: AttentionMetadata) -> None:
         """Prepare the batch described by `metadata`; valid until the next call."""
+
+    def plan_step(
+        self, metadata: AttentionMetadata, inputs: Sequence[npt.NDArray[np.int64]]
+    ) -> list[torch.Tensor]:
+        """Call `plan`, and bring the other arrays of the step to the pool's device.
+
+        Args:
+            metadata: of the batch.
+            inputs: int64 arrays of any shape.
+
+        Returns:
+            The inputs on the device, valid until the next call.
+        """
+        self.plan(metadata)
+        return [torch.from_numpy(array).to(self.pool.device) for array in inputs]
 
     @abstractmethod
     def run(

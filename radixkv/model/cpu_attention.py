@@ -125,10 +125,8 @@ class CpuAttention(AttentionBackend):
         """Prepare the batch described by `metadata`; valid until the next call.
 
         Raises:
-            ValueError: see `plan_attention`; or the batch has tree masks.
+            ValueError: see `plan_attention`.
         """
-        if any(mask is not None for mask in metadata.tree_masks):
-            raise ValueError("attention on a CPU knows no tree masks; use the Triton backend")
         plan = plan_attention(
             metadata,
             block_size=self.pool.block_size,

@@ -62,7 +62,9 @@ class Decoder:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBackend,
-        logits_rows: torch.Tensor,
+        logits_rows: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write K and V of the new tokens and return the logits of some of them.
 
@@ -72,10 +74,12 @@ class Decoder:
             token_ids: `[T]` int64.
             positions: `[T]` int64, each token's position in its own sequence.
             attention: holds the KV pool that is read and written.
-            logits_rows: `[R]` int64, rows of the batch whose logits are wanted; may be empty.
+            logits_rows: `[R]` int64, rows of the batch whose logits are wanted; may be empty. None
+                is all of them.
+            out: `[R, vocab_size]` float32 to write to.
 
         Returns:
-            `[R, vocab_size]` float32.
+            `[R, vocab_size]` float32; `out` if given.
         """
         hidden = self._embed.index_select(0, token_ids)
         cos, sin = self._rotary.gather(positions)
@@ -84,7 +88,8 @@ class Decoder:
             rows = logits_rows if index == last else None
             hidden = layer.forward(hidden, index, attention, self._rotary, cos, sin, rows)
         hidden = _rms_norm(hidden, self._norm, self.config.rms_norm_eps)
-        return self._lm_head(hidden).float()
+        logits = self._lm_head(hidden)
+        return logits.float() if out is None else out.copy_(logits)
 
 
 class _Layer:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["KVPool", "kv_bytes_per_block"]
+if TYPE_CHECKING:
+    from radixkv.model.triton_kernels import Kernels
+
+__all__ = ["QUANTISED_DTYPES", "KVPool", "kv_bytes_per_block"]
+
+QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+"""Of a pool whose numbers stand for `number * scale`."""
 
 
 def kv_bytes_per_block(
@@ -28,6 +35,8 @@ class KVPool:
         k, v: per layer, a view `[num_blocks, block_size, num_kv_heads, head_dim]`.
         k_slots, v_slots: per layer, the same memory as `[num_blocks * block_size, num_kv_heads,
             head_dim]`, indexed by slot (`block_id * block_size + offset`).
+        k_scales, v_scales: per layer, float32 `[num_kv_heads, head_dim]`, what a stored number is
+            multiplied by; None unless the dtype is one of `QUANTISED_DTYPES`.
     """
 
     def __init__(
@@ -39,7 +48,25 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
+        """Allocate a pool of zeros.
+
+        Args:
+            num_layers, num_blocks, block_size, num_kv_heads, head_dim: its shape.
+            dtype: the model's, or one of `QUANTISED_DTYPES`.
+            device: where K and V lie.
+            k_scale, v_scale: float32 `[num_layers, num_kv_heads, head_dim]`, needed with a
+                quantised dtype and meant for no other.
+            kernels: copy blocks; None is what the device has, none on a CPU.
+
+        Raises:
+            ValueError: the scales don't fit the dtype or the shape.
+            ConfigError: the device is a GPU and its kernels can't be imported.
+        """
         self.num_layers = num_layers
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -47,6 +74,13 @@ class KVPool:
         self.head_dim = head_dim
         self.dtype = dtype
         self.device = torch.device(device)
+        self.k_scales = self._scales("k_scale", k_scale)
+        self.v_scales = self._scales("v_scale", v_scale)
+        if kernels is None and self.device.type != "cpu":
+            from radixkv.model.triton_kernels import load_kernels
+
+            kernels = load_kernels(self.device)
+        self._kernels = kernels
         shape = (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self._bytes: npt.NDArray[np.uint8] | None = None  # on a CPU, [2 * layers, blocks, bytes]
         # Zeros, so that a slot never written can't hold a NaN.
@@ -60,7 +94,6 @@ class KVPool:
             self._bytes = flat.numpy().reshape(2 * num_layers, num_blocks, -1)
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=self.device)
-        self._by_block = self.data.permute(2, 0, 1, 3, 4, 5)
         self.k = list(self.data[0].unbind(0))
         self.v = list(self.data[1].unbind(0))
         self.k_slots = [k.view(num_blocks * block_size, num_kv_heads, head_dim) for k in self.k]
@@ -74,13 +107,18 @@ class KVPool:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers, for (source, destination) pairs, in one call.
 
-        No destination may appear twice or be a source of the same call.
+        On a GPU the copies are enqueued, and what is enqueued later finds them made. No
+        destination may appear twice or be a source of the same call.
         """
         if not pairs:
             return
-        src = torch.tensor([s for s, _ in pairs], dtype=torch.int64, device=self.device)
-        dst = torch.tensor([d for _, d in pairs], dtype=torch.int64, device=self.device)
-        self.data.index_copy_(2, dst, self.data.index_select(2, src))
+        ids = self._upload(pairs)
+        if self._kernels is not None:
+            self._kernels.copy_blocks(self.data, ids)
+            return
+        # torch copies numbers of 8 bits by index as integers only.
+        data = self.data.view(torch.uint8) if self.dtype.itemsize == 1 else self.data
+        data.index_copy_(2, ids[:, 1], data.index_select(2, ids[:, 0]))
 
     def gather_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Return a copy of whole blocks, all layers, in one call.
@@ -89,14 +127,14 @@ class KVPool:
             `[n, bytes_per_block]` uint8 in host memory; a row is `[2, num_layers, block_size,
             num_kv_heads, head_dim]` of the pool's dtype.
         """
-        if self._bytes is not None:
-            rows = np.empty((len(block_ids), self._bytes.shape[0], self._bytes.shape[2]), np.uint8)
-            for row, block_id in zip(rows, block_ids, strict=True):
-                row[:] = self._bytes[:, block_id]
-            return torch.from_numpy(rows.reshape(len(block_ids), -1))
-        ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
-        blocks = self._by_block.index_select(0, ids)
-        return blocks.flatten(1).view(torch.uint8).cpu()
+        if self._kernels is not None:
+            blocks = self._kernels.gather_blocks(self.data, self._upload(block_ids))
+            return self._download(blocks)
+        assert self._bytes is not None
+        rows = np.empty((len(block_ids), self._bytes.shape[0], self._bytes.shape[2]), np.uint8)
+        for row, block_id in zip(rows, block_ids, strict=True):
+            row[:] = self._bytes[:, block_id]
+        return torch.from_numpy(rows.reshape(len(block_ids), -1))
 
     def scatter_blocks(self, block_ids: Sequence[int], contents: torch.Tensor) -> None:
         """Write back what `gather_blocks` returned, into the same or other blocks, in one call.
@@ -105,11 +143,41 @@ class KVPool:
             block_ids: no block twice.
             contents: `[n, bytes_per_block]` uint8, contiguous, in host memory.
         """
-        if self._bytes is not None:
-            rows = contents.numpy().reshape(-1, self._bytes.shape[0], self._bytes.shape[2])
-            for row, block_id in zip(rows, block_ids, strict=True):
-                self._bytes[:, block_id] = row
+        if self._kernels is not None:
+            if self.device.type == "cuda":
+                # The caller may overwrite its own at once; a pinned copy is kept until it is read.
+                staged = torch.empty(contents.shape, dtype=torch.uint8, pin_memory=True)
+                contents = staged.copy_(contents).to(self.device, non_blocking=True)
+            self._kernels.scatter_blocks(self.data, self._upload(block_ids), contents)
             return
-        ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
-        blocks = contents.view(self.dtype).view(len(block_ids), *self._by_block.shape[1:])
-        self._by_block.index_copy_(0, ids, blocks.to(self.device))
+        assert self._bytes is not None
+        rows = contents.numpy().reshape(-1, self._bytes.shape[0], self._bytes.shape[2])
+        for row, block_id in zip(rows, block_ids, strict=True):
+            self._bytes[:, block_id] = row
+
+    def _upload(self, ids: Sequence[int] | Sequence[tuple[int, int]]) -> torch.Tensor:
+        on_host = torch.tensor(ids, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        # torch keeps pinned memory from being reused before the copy has been made.
+        return on_host.to(self.device, non_blocking=True)
+
+    def _download(self, blocks: torch.Tensor) -> torch.Tensor:
+        if self.device.type != "cuda":
+            return blocks.cpu()
+        on_host = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)
+        on_host.copy_(blocks, non_blocking=True)
+        # The caller reads it with no stream in between.
+        torch.cuda.current_stream(self.device).synchronize()
+        return on_host
+
+    def _scales(self, name: str, scale: torch.Tensor | None) -> list[torch.Tensor] | None:
+        if (scale is not None) != (self.dtype in QUANTISED_DTYPES):
+            wanted = "needed" if scale is None else "not meant"
+            raise ValueError(f"{name} is {wanted} for a pool of {self.dtype}")
+        if scale is None:
+            return None
+        shape = (self.num_layers, self.num_kv_heads, self.head_dim)
+        if scale.shape != shape or scale.dtype != torch.float32:
+            raise ValueError(
+                f"{name} must be float32 {list(shape)}, got {scale.dtype} {list(scale.shape)}"
+            )
+        return list(scale.to(self.device).contiguous().unbind(0))

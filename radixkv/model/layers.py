@@ -90,7 +90,7 @@ class Linear:
         if not self.is_packed:
             return functional.linear(x, self._weight, self._bias)
         if self._weight32 is not None and x.shape[0] >= _MIN_FLOAT32_ROWS:
-            product = torch.ops.mkldnn._linear_pointwise(
+            product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
                 x.float(), self._weight32, self._bias32, "none", [], ""
             )
             return product.to(x.dtype)
