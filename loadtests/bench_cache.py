@@ -36,6 +36,7 @@ from loadtests.trace_cache import (
 )
 from radixkv.cache import POLICIES, RadixCache
 from radixkv.cache.hashing import hash_blocks
+from radixkv.cache.int_vector import Int32Array
 
 __all__ = ["main"]
 
@@ -66,6 +67,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="smaller sizes, a part of the traces")
     parser.add_argument("--only", choices=("speed", "traces"), help="one half of the benchmark")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=list(SIZES),
+        metavar="PERCENT",
+        help="sizes of the cache for the traces, in percent of the distinct blocks",
+    )
     args = parser.parse_args()
     console = Console()
     result: dict[str, object] = {
@@ -79,10 +88,10 @@ def main() -> None:
             result["speed"] = [asdict(row) | {"met": row.is_met} for row in rows]
             console.print(_speed_table(rows))
         if args.only != "speed":
-            rates = {name: _hit_rates(name, progress, quick=args.quick) for name in TRACES}
-            result["hit_rates"] = rates
+            rates = {n: _hit_rates(n, args.sizes, progress, quick=args.quick) for n in TRACES}
+            result["sizes"], result["hit_rates"] = args.sizes, rates
             for name, by_order in rates.items():
-                console.print(_rates_table(name, by_order))
+                console.print(_rates_table(name, args.sizes, by_order))
     print(json.dumps(result))
 
 
@@ -105,39 +114,64 @@ def _speed(progress: Progress, *, quick: bool) -> list[Row]:
 def _cold_rows(rounds: int) -> list[Row]:
     """A prompt that nobody has sent before, in a cache that holds a hundred others.
 
-    The peer is the shortest loop that computes the same hashes: cut a block, put its parent's hash
-    in front, digest. "digests alone" has all its messages made beforehand, which a chain can't.
+    The peers are loops over its 2,048 blocks of 64 bytes, from the plainest to the one that
+    computes the same hashes: digest each slice of the ids' bytes; of the array; put the hash of the
+    block before in front. "digests alone" has its messages made beforehand, which a chain can't.
     """
     rng = np.random.default_rng(0)
     cache = RadixCache(8192, BLOCK_SIZE)
     for _ in range(100):
         _store(cache, rng.integers(0, 49_152, 640, dtype=np.int32))
     size = 4 * BLOCK_SIZE
-    ours, bare, calls = [], [], []
+    peers = {
+        "slices of the ids' bytes": _digest_slices,
+        "slices of the array": _digest_array,
+        "the same, chained": _digest_chain,
+    }
+    times: dict[str, list[float]] = {name: [] for name in [*peers, "alone", "ours"]}
     for _ in range(rounds):
         tokens = rng.integers(0, 49_152, PROMPT_TOKENS, dtype=np.int32)
+        for name, loop in peers.items():
+            start = time.perf_counter()
+            loop(tokens, size)
+            times[name].append(time.perf_counter() - start)
         data = tokens.tobytes()
-        start = time.perf_counter()
-        parent = bytes(16)
-        for at in range(0, len(data), size):
-            parent = xxh3_128_digest(parent + data[at : at + size])
-        bare.append(time.perf_counter() - start)
         messages = [bytes(16) + data[at : at + size] for at in range(0, len(data), size)]
         start = time.perf_counter()
         for message in messages:
             xxh3_128_digest(message)
-        calls.append(time.perf_counter() - start)
+        times["alone"].append(time.perf_counter() - start)
         start = time.perf_counter()
         handle = cache.match_prefix(tokens)
         hash_blocks(bytes(16), tokens.tobytes(), size)
-        ours.append(time.perf_counter() - start)
+        times["ours"].append(time.perf_counter() - start)
         assert handle.num_cached_tokens < BLOCK_SIZE
-    ratio = statistics.median(ours) / statistics.median(bare)
-    peer = f"2,048 digests of parent and block: {_micro(bare):.0f} µs"
-    return [
-        Row("cold 32,768 tokens: hash, look up", _micro(ours), "µs", peer, None),
-        Row("  against that loop", ratio, "x", f"digests alone: {_micro(calls):.0f} µs", 1.5),
-    ]
+    ours = _micro(times["ours"])
+    alone = f"2,048 digests alone: {_micro(times['alone']):.0f} µs"
+    rows = [Row("cold 32,768 tokens: hash, look up", ours, "µs", alone, None)]
+    for name in peers:
+        peer = f"that loop: {_micro(times[name]):.0f} µs"
+        ratio = ours / _micro(times[name])
+        rows.append(Row(f"  against 2,048 digests of {name}", ratio, "x", peer, 1.5))
+    return rows
+
+
+def _digest_slices(tokens: Int32Array, size: int) -> None:
+    data = tokens.tobytes()
+    for at in range(0, len(data), size):
+        xxh3_128_digest(data[at : at + size])
+
+
+def _digest_array(tokens: Int32Array, size: int) -> None:
+    for at in range(0, len(tokens), size // 4):
+        xxh3_128_digest(tokens[at : at + size // 4].tobytes())
+
+
+def _digest_chain(tokens: Int32Array, size: int) -> None:
+    data = tokens.tobytes()
+    parent = bytes(16)
+    for at in range(0, len(data), size):
+        parent = xxh3_128_digest(parent + data[at : at + size])
 
 
 def _turn_rows(rounds: int) -> list[Row]:
@@ -173,27 +207,33 @@ def _turn_rows(rounds: int) -> list[Row]:
 
 
 def _evict_rows(num_leaves: int) -> list[Row]:
+    """One block at a time, a leaf each; every policy has evicted a quarter of its leaves before."""
     rows = []
     first = 0.0
-    for count in (num_leaves, 10 * num_leaves):
-        cache = RadixCache(count, 1)
-        for token in range(count):
-            _store(cache, np.array([token], dtype=np.int32))
-        gc.collect()
-        times = []
-        for _ in range(2000):
-            start = time.perf_counter()
-            cache.evict(1)
-            times.append(time.perf_counter() - start)
-        value = _micro(times)
-        if not first:
-            first = value
-            rows.append(Row(f"evict a block, {count:,} leaves", value, "µs", "", 20.0))
-        else:
-            peer = f"with {num_leaves:,}: {first:.1f} µs"
-            rows.append(Row(f"evict a block, {count:,} leaves", value, "µs", peer, 1.5 * first))
-        del cache
+    for policy in POLICIES:
+        value, mean = _evict_times(policy, num_leaves)
+        first = first or value
+        name = f"evict a block, {num_leaves:,} leaves, {policy}"
+        rows.append(Row(name, value, "µs", f"mean {mean:.1f} µs", 20.0))
+    value, _ = _evict_times("lru", 10 * num_leaves)
+    peer = f"with {num_leaves:,}: {first:.1f} µs"
+    rows.insert(1, Row(f"  with {10 * num_leaves:,} leaves", value, "µs", peer, 1.5 * first))
     return rows
+
+
+def _evict_times(policy: str, num_leaves: int) -> tuple[float, float]:
+    """Return the median and the mean, in µs."""
+    cache = RadixCache(num_leaves, 1, policy=policy)
+    for token in range(num_leaves):
+        _store(cache, np.array([token], dtype=np.int32))
+    cache.evict(num_leaves // 4)
+    gc.collect()
+    times = []
+    for _ in range(2000):
+        start = time.perf_counter()
+        cache.evict(1)
+        times.append(time.perf_counter() - start)
+    return _micro(times), statistics.fmean(times) * 1e6
 
 
 def _memory_row(num_blocks: int) -> Row:
@@ -215,13 +255,15 @@ def _memory_row(num_blocks: int) -> Row:
     return Row("memory per cached block", used / blocks, "B", peer, 160.0)
 
 
-def _hit_rates(name: str, progress: Progress, *, quick: bool) -> dict[str, list[float]]:
+def _hit_rates(
+    name: str, percents: list[int], progress: Progress, *, quick: bool
+) -> dict[str, list[float]]:
     """Return the hit rate by order and cache size, in blocks."""
     trace: list[Request] = load_trace(name, 1500 if quick else None)
     asked = sum(len(request.blocks) for request in trace)
     distinct = num_distinct(trace)
     longest = max(len(request.blocks) for request in trace)
-    sizes = [max(longest, distinct * percent // 100) for percent in SIZES]
+    sizes = [max(longest, distinct * percent // 100) for percent in percents]
     task = progress.add_task(f"trace {name}", total=len(sizes) * (len(POLICIES) + 1))
     rates: dict[str, list[float]] = {}
     for policy in POLICIES:
@@ -248,17 +290,17 @@ def _speed_table(rows: list[Row]) -> Table:
     return table
 
 
-def _rates_table(name: str, rates: dict[str, list[float]]) -> Table:
+def _rates_table(name: str, percents: list[int], rates: dict[str, list[float]]) -> Table:
     table = Table(title=f"Hit rate on the trace {name}, by cache size in % of distinct blocks")
     table.add_column("order")
-    for percent in SIZES:
+    for percent in percents:
         table.add_column(f"{percent}%", justify="right")
     for order, values in rates.items():
         table.add_row(order, *(f"{value:.4f}" for value in values))
     return table
 
 
-def _store(cache: RadixCache, tokens: np.typing.NDArray[np.int32]) -> None:
+def _store(cache: RadixCache, tokens: Int32Array) -> None:
     sequence = cache.create_sequence(tokens)
     sequence.reuse(len(sequence), partial=False)
     sequence.reserve(len(sequence))

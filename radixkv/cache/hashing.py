@@ -7,8 +7,9 @@ equal prefixes (up to collisions, which the tree rules out by comparing the toke
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from struct import Struct
 
-import numpy as np
 from xxhash import xxh3_128_digest
 
 from radixkv.request import Namespace
@@ -25,6 +26,7 @@ __all__ = [
 
 HASH_BYTES = 16
 TOKEN_BYTES = 4
+CUT_BLOCKS = 256
 
 Digest = Callable[[bytes], bytes]
 """Maps bytes to HASH_BYTES bytes."""
@@ -57,11 +59,13 @@ def hash_blocks(
     Cost: one digest call per block.
     """
     count = len(token_bytes) // block_bytes
-    if not count:
-        return b""
-    # Cutting all blocks at once halves the time: a slice costs as much as a digest.
-    blocks = np.frombuffer(token_bytes, dtype=f"V{block_bytes}", count=count).tolist()
-    return b"".join([parent := digest(parent + block) for block in blocks])
+    hashes: list[bytes] = []
+    for first in range(0, count, CUT_BLOCKS):
+        # A slice costs as much as a digest, so many blocks are cut at once.
+        cut = _cutter(block_bytes, min(CUT_BLOCKS, count - first))
+        blocks = cut.unpack_from(token_bytes, first * block_bytes)
+        hashes += [parent := digest(parent + block) for block in blocks]
+    return b"".join(hashes)
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
@@ -77,3 +81,9 @@ def common_tokens(a: bytes, b: bytes) -> int:
     difference = int.from_bytes(a, "little") ^ int.from_bytes(b, "little")
     first_bit = (difference & -difference).bit_length() - 1
     return first_bit // (8 * TOKEN_BYTES)
+
+
+@lru_cache(maxsize=2 * CUT_BLOCKS)
+def _cutter(block_bytes: int, count: int) -> Struct:
+    """Return what cuts bytes into blocks."""
+    return Struct(f"{block_bytes}s" * count)

@@ -20,12 +20,16 @@ __all__ = ["Pin", "Pins"]
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """One pin: it holds a lock on `node`, and so on all above it, until `expires_at`."""
+    """One pin: it holds a lock on `node`, and so on all above it, until `expires_at`.
+
+    `source` says who asked for it, for reports; the cache makes no use of it.
+    """
 
     pin_id: int
     node: Node
     ttl_s: float
     expires_at: float
+    source: str = ""
 
 
 class Pins:
@@ -60,6 +64,14 @@ class Pins:
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(self._pins.values())
+
+    def get(self, pin_id: int) -> Pin | None:
+        """Return a pin, or None if it is gone."""
+        return self._pins.get(pin_id)
+
+    def at(self, node: Node) -> list[Pin]:
+        """Return the pins that end at a node."""
+        return list(self._by_node.get(node, {}).values())
 
     def add(self, tokens: bytes, namespace: Namespace, ttl_s: float) -> int | None:
         """Pin the cached whole blocks that `tokens` begin with; see `RadixCache.pin`."""

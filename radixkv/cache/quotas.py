@@ -42,6 +42,11 @@ class Quotas:
         self._over: SortedDict = SortedDict()  # (-excess, namespace) -> root
         self._excess: dict[Namespace, int] = {}  # of those in _over
 
+    @property
+    def named(self) -> list[Namespace]:
+        """The namespaces with a share of their own."""
+        return list(self._shares)
+
     def limit(self, namespace: Namespace) -> int:
         """Return the blocks of a namespace's share."""
         return int(self._shares.get(namespace, self._default) * self._num_blocks)

@@ -120,6 +120,8 @@ class Sequence:
             last = self._blocks[position]
             if self.cache.pool.ref_count(last) > 1:
                 shared = last
+        if missing <= 0 and shared < 0:
+            return
         # All at once, so that a failure leaves nothing half done.
         before = position if shared >= 0 else self.num_blocks
         after = self._blocks[before - 1] if before else None
@@ -226,7 +228,7 @@ class Sequence:
             self._blocks.append(cache.copy_on_write(source, after, partial.root))
         except OutOfBlocksError:
             whole = partial.is_tail and len(partial.tokens) == num_tokens * TOKEN_BYTES
-            if not whole or cache.pool.ref_count(source) > 1:
+            if not whole or cache.pool.ref_count(source) != 1:
                 return
             self._blocks.append(cache.take_tail(partial))
         self.num_computed += num_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import islice
@@ -151,16 +152,17 @@ class SessionPolicy(EvictionPolicy):
 
     def _learn(self) -> None:
         """Recompute the values; often at first, then every `MAX_LEARN_INTERVAL` events."""
-        now, waiting = self._clock(), np.zeros_like(self._lost)
+        now = self._clock()
+        waiting = [[0] * NUM_BINS for _ in range(NUM_CLASSES)]  # faster than an array, item by item
         step = 1 + len(self._ghosts) // MAX_SAMPLES
         for rank, since in islice(self._ghosts.values(), 0, None, step):
-            waiting[_class(rank), _bin(now - since)] += step
+            waiting[_class(rank)][_bin(now - since)] += step
         step = 1 + len(self._leaves) // MAX_SAMPLES
         leaves = self._leaves.values()
         for index in range(0, len(leaves), step):
             leaf = leaves[index]
-            waiting[_class(leaf.rank), _bin(now - leaf.accessed_at)] += step
-        self._values = return_values(self._returned, self._lost + waiting)
+            waiting[_class(leaf.rank)][_bin(now - leaf.accessed_at)] += step
+        self._values = return_values(self._returned, self._lost + np.array(waiting))
         if self._num_events >= HALF_LIFE:
             self._returned *= 0.5
             self._lost *= 0.5
@@ -196,7 +198,7 @@ def return_values(returned: Counts, not_returned: Counts) -> list[list[float]]:
 def _class(rank: float) -> int:
     if rank < 0:
         return 0
-    return 1 + sum(rank > turns for turns in TURNS)
+    return 1 + bisect_left(TURNS, rank)
 
 
 def _bin(age_s: float) -> int:

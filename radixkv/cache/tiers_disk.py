@@ -9,6 +9,8 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +98,7 @@ class DiskTier:
         self._checksums: dict[int, bytes] = {}  # of the content of each slot
         self._lock = threading.Lock()
         self._tick = 0
+        self._on_change: Callable[[bool, bytes], None] | None = None
         self._generation = 0  # of `clear`: a write that began before one must not be filed
         self._last_warning = -WARN_EVERY_S
         fields = (_MAGIC, FORMAT_VERSION, fingerprint, content_bytes, token_bytes)
@@ -104,19 +107,20 @@ class DiskTier:
         directory.mkdir(parents=True, exist_ok=True)
         name = f"kv-{xxh3_128_digest(header).hex()}"
         self.stats.files_foreign = sum(p.stem != name for p in directory.glob("*.index"))
+        self._content_file = -1
         self._index_file = os.open(directory / f"{name}.index", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._index_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._content_file = os.open(
                 directory / f"{name}.blocks", os.O_RDWR | os.O_CREAT, 0o600
             )
+            self._restore()
         except BlockingIOError:
-            os.close(self._index_file)
+            self._close_files()
             raise OSError(errno.EBUSY, "another server uses it") from None
         except OSError:
-            os.close(self._index_file)
+            self._close_files()
             raise
-        self._restore()
 
     def __len__(self) -> int:
         return len(self._index)
@@ -125,6 +129,18 @@ class DiskTier:
     def capacity(self) -> int:
         """Blocks that fit."""
         return self._index.capacity
+
+    def follow(self, on_change: Callable[[bool, bytes], None]) -> None:
+        """Report each block that is here, and then every change.
+
+        Args:
+            on_change: called with whether a block came or went, and its tokens; by the thread
+                that changes the tier, in the order of the changes. It must not use the tier.
+        """
+        with self._lock:
+            self._on_change = on_change
+            for entry in self._index.items():
+                on_change(True, entry.tokens)
 
     def contains(self, key: bytes, tokens: bytes) -> bool:
         """Whether the block is here, as far as the index says."""
@@ -150,6 +166,8 @@ class DiskTier:
                 self._index.touch(key)
                 return True
             slot, victim = self._index.take()
+            if victim is not None:
+                self._report(False, victim.tokens)
             self._tick += 1
             tick, generation = self._tick, self._generation
         checksum = xxh3_128_digest(content)
@@ -172,6 +190,7 @@ class DiskTier:
             self._checksums[slot] = checksum
             self._index.put(key, tokens, slot)
             self.stats.blocks_written += 1
+            self._report(True, tokens)
         return True
 
     def read(self, key: bytes, tokens: bytes) -> bytes | None:
@@ -184,12 +203,12 @@ class DiskTier:
         try:
             content = os.pread(self._content_file, self.content_bytes, slot * self.content_bytes)
         except OSError as error:
-            self._forget(key, slot)
+            self._forget(key, tokens, slot)
             self.stats.read_errors += 1
             self._warn("a block can't be read from the disk cache: %s", error)
             return None
         if xxh3_128_digest(content) != checksum:
-            self._forget(key, slot)
+            self._forget(key, tokens, slot)
             self.stats.blocks_torn += 1
             self._warn("a block of the disk cache is damaged (%d bytes read)", len(content))
             return None
@@ -202,6 +221,8 @@ class DiskTier:
         """Forget every block."""
         with self._lock:
             self._generation += 1
+            for entry in self._index.items():
+                self._report(False, entry.tokens)
             self._index = SlotIndex(self._index.capacity)
             self._checksums.clear()
             try:
@@ -210,6 +231,20 @@ class DiskTier:
             except OSError as error:
                 self.stats.write_errors += 1
                 self._warn("the disk cache can't be cleared: %s", error)
+
+    def discard(self, matches: Callable[[bytes], bool]) -> None:
+        """Forget the blocks whose tokens match, on the disk too. Cost: O(blocks)."""
+        with self._lock:
+            for entry in [e for e in self._index.items() if matches(e.tokens)]:
+                self._index.drop(entry.key)
+                del self._checksums[entry.slot]
+                self._report(False, entry.tokens)
+                try:
+                    empty = bytes(self._entry_bytes)
+                    self._write_at(self._index_file, empty, self._entry_at(entry.slot))
+                except OSError as error:
+                    self.stats.write_errors += 1
+                    self._warn("a block can't be taken out of the disk cache: %s", error)
 
     def close(self) -> None:
         """Note the order of use, and see to it that all is on the disk. Idempotent."""
@@ -228,9 +263,7 @@ class DiskTier:
         except OSError as error:
             self.stats.write_errors += 1
             log.warning("the disk cache can't be closed in order: %s", error)
-        os.close(self._content_file)
-        os.close(self._index_file)
-        self._index_file = self._content_file = -1
+        self._close_files()
 
     def check_integrity(self) -> None:
         """Raise ValueError unless every block has one slot and a checksum."""
@@ -273,10 +306,24 @@ class DiskTier:
             os.ftruncate(self._content_file, self._index.capacity * self.content_bytes)
             os.ftruncate(self._index_file, self._entry_at(self._index.capacity))
 
-    def _forget(self, key: bytes, slot: int) -> None:
+    def _close_files(self) -> None:
+        files = self._content_file, self._index_file
+        self._content_file = self._index_file = -1
+        for file in files:
+            if file >= 0:
+                # What couldn't be kept is found out by its checksum.
+                with suppress(OSError):
+                    os.close(file)
+
+    def _forget(self, key: bytes, tokens: bytes, slot: int) -> None:
         with self._lock:
             if self._checksums.pop(slot, None) is not None:
                 self._index.drop(key)
+                self._report(False, tokens)
+
+    def _report(self, stored: bool, tokens: bytes) -> None:
+        if self._on_change is not None:
+            self._on_change(stored, tokens)
 
     def _pack(self, slot: int, tick: int, key: bytes, checksum: bytes, tokens: bytes) -> bytes:
         body = _TICK.pack(tick) + key + checksum + tokens

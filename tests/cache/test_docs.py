@@ -14,7 +14,7 @@ def test_the_examples_of_the_page_run() -> None:
     names: dict[str, Any] = {}
     for example in examples:
         exec(compile(example, "docs/cache.md", "exec"), names)
-    assert len(examples) == 3
+    assert len(examples) == 4
     assert names["cache"].quotas.limit(("tenant-a",)) == 512
 
 

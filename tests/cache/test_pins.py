@@ -95,6 +95,16 @@ def test_hit_restarts_the_time() -> None:
     assert hit(cache, [1, 2]) == 0
 
 
+def test_new_pin_makes_none_lapse_for_those_that_expired() -> None:
+    cache, clock = make()
+    for start in (10, 20):
+        store(cache, range(start, start + 6))
+    cache.pin(range(10, 16), ttl_s=1)
+    clock.now = 2.0
+    cache.pin(range(20, 26))
+    assert (len(cache.pins), cache.pins.num_expired, cache.pins.num_lapsed) == (1, 1, 0)
+
+
 def test_lookup_does_not_revive_an_expired_pin() -> None:
     cache, clock = make()
     store(cache, [1, 2])

@@ -169,6 +169,20 @@ def test_priority_of_a_sequence_covers_its_path_and_its_tail() -> None:
     assert [hit(cache, p) for p in ([1, 2, 3], [7, 8], [5, 6])] == [3, 0, 0]
 
 
+def test_priority_of_a_sequence_covers_what_another_computed_first() -> None:
+    cache = RadixCache(8, 2, policy="priority")
+    low, high = (cache.create_sequence([1, 2], priority=p) for p in (0, 5))
+    for sequence in (low, high):
+        sequence.reuse()
+    for sequence in (low, high):
+        sequence.reserve(2)
+        sequence.commit(2)
+        sequence.free()
+    store(cache, [7, 8])
+    assert cache.evict(1) == 1
+    assert [hit(cache, p) for p in ([1, 2], [7, 8])] == [2, 0]
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must be one of lru, lfu, slru, priority, session"):
         RadixCache(4, policy="fifo")
@@ -275,3 +289,13 @@ def test_session_policy_leaves_a_tail_behind_with_its_run() -> None:
     ranks = {n.tokens: n.rank for n in cache.evictor}
     assert ranks[np.array([7], dtype=np.int32).tobytes()] == -1
     assert ranks[np.array([9], dtype=np.int32).tobytes()] >= 0
+
+
+def test_session_policy_gives_no_turns_to_the_users_of_a_shared_prefix() -> None:
+    cache = RadixCache(16, 1, policy="session")
+    compute(cache, [1, 2], limit=2).free()
+    for end in (5, 6, 7):
+        compute(cache, [1, 2, end], limit=3).free()
+    prefix = next(n for n in cache.tree.nodes() if len(n.children) > 1)
+    assert [n.rank for n in prefix.children.values()][-1] == 0
+    assert prefix.rank > 0

@@ -51,6 +51,17 @@ def test_private_blocks_of_running_sequences_count() -> None:
     cache.check_integrity()
 
 
+def test_namespace_is_over_its_quota_by_what_its_sequences_hold() -> None:
+    cache = RadixCache(10, 2, quotas={A: 0.4})
+    store(cache, range(8), B)
+    store(cache, range(4), A)
+    running = cache.create_sequence(range(100, 106), A)
+    running.reuse()
+    running.reserve(6)
+    store(cache, range(4), C)
+    assert [hit(cache, range(8), n) for n in (A, B)] == [2, 8]
+
+
 def test_forks_and_copies_keep_the_count() -> None:
     cache = RadixCache(12, 4, quotas={A: 0.5})
     sequence = compute(cache, range(6), A)
@@ -71,6 +82,26 @@ def test_quota_yields_where_own_blocks_are_in_use() -> None:
     store(cache, range(4), B)
     running = compute(cache, range(8), A)
     assert running.num_blocks == 4
+
+
+def test_the_namespace_with_most_excess_gives_first() -> None:
+    cache = RadixCache(20, 2, quotas={A: 0.1, B: 0.1})
+    store(cache, range(12), B)
+    store(cache, range(28), A)
+    store(cache, range(8), C)
+    assert [hit(cache, range(28), n) for n in (A, B)] == [20, 12]
+
+
+def test_each_fork_counts_what_it_shares() -> None:
+    cache = RadixCache(8, 4, quotas={A: 0.5})
+    sequence = compute(cache, range(6), A)
+    root = cache.tree.roots[A].root
+    child = sequence.fork()
+    assert root.num_held == 2
+    child.free()
+    assert root.num_held == 1
+    sequence.free()
+    assert root.num_held == 0
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "priority", "session"])

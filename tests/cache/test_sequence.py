@@ -248,3 +248,39 @@ def test_sequence_can_be_reopened_after_free() -> None:
     sequence.free()
     assert sequence.reuse() == 6
     cache.check_integrity()
+
+
+def test_copy_that_gets_no_block_leaves_its_source_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source kept one holder too many, so that its block could never be freed again."""
+    cache = RadixCache(8, 4)
+    store(cache, range(6))
+
+    def fail(*_: object) -> list[int]:
+        raise OutOfBlocksError("injected")
+
+    sequence = cache.create_sequence([*range(6), 9])
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.pool, "allocate", fail)
+        assert sequence.reuse() == 6  # the tail itself is taken over
+    cache.check_integrity()
+    sequence.free()
+    assert cache.reset() == 2
+    assert cache.num_free_blocks == 8
+
+
+def test_copy_of_a_block_that_waits_for_its_own_reads_where_the_content_is() -> None:
+    cache = RadixCache(8, 4)
+    store(cache, range(6))
+    sequence = cache.create_sequence([*range(6), 9])
+    assert sequence.reuse() == 6
+    child = sequence.fork()
+    child.reserve(7)
+    first, second = sequence.block_table.tolist()[1], child.block_table.tolist()[1]
+    copies = cache.pending_copies
+    assert copies[first] == copies[second] not in (first, second)
+    assert cache.copies.cached_reads == {first, second}
+    cache.check_integrity()
+    cache.take_copies()
+    sequence.free()
+    child.free()
+    assert cache.num_referenced_blocks == 0

@@ -98,6 +98,31 @@ def test_reopened_tier_has_everything_in_the_order_of_use(tmp_path: Path) -> Non
     again.close()
 
 
+def test_reopened_tier_makes_room_in_the_order_of_use(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    put(tier, "a", "b", "c", "d")
+    assert tier.touch(key("a"))
+    tier.close()
+    again = open_tier(tmp_path)
+    put(again, "e", "f")
+    assert held(again, "abcdef") == "adef"
+    again.close()
+
+
+def test_killed_tier_makes_room_in_the_order_of_the_writes(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, blocks=3)
+    put(tier, "a", "b")
+    tier.close()
+    tier = open_tier(tmp_path, blocks=3)
+    put(tier, "c")
+    os.close(tier._index_file)
+    os.close(tier._content_file)
+    again = open_tier(tmp_path, blocks=3)
+    put(again, "d", "e")
+    assert held(again, "abcde") == "cde"
+    again.close()
+
+
 def test_tier_that_was_killed_has_what_was_written(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     put(tier, "a", "b")
@@ -296,6 +321,26 @@ def test_clear_forgets_even_after_a_restart(tmp_path: Path) -> None:
     again.close()
 
 
+def test_cleared_tier_restores_nothing(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    put(tier, "a", "b")
+    tier.clear()
+    tier.close()
+    again = open_tier(tmp_path)
+    assert again.stats.blocks_restored == 0
+    again.close()
+
+
+def test_close_syncs_both_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    put(tier, "a")
+    files = {tier._content_file, tier._index_file}
+    synced: set[int] = set()
+    monkeypatch.setattr(tiers_disk.os, "fsync", synced.add)
+    tier.close()
+    assert synced == files
+
+
 def test_write_that_began_before_clear_is_not_filed(
     monkeypatch: pytest.MonkeyPatch, tier: DiskTier
 ) -> None:
@@ -316,6 +361,47 @@ def test_write_that_began_before_clear_is_not_filed(
 def test_second_process_is_refused(tmp_path: Path, tier: DiskTier) -> None:
     with pytest.raises(OSError, match="another server"):
         open_tier(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["pread", "fstat", "ftruncate"])
+def test_tier_that_cannot_be_opened_holds_no_lock(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str
+) -> None:
+    """Its files stayed open, so that it couldn't be opened again either."""
+    tier = open_tier(tmp_path)
+    put(tier, "a")
+    tier.close()
+    if call == "ftruncate":
+        os.truncate(the_file(tmp_path, "index"), HEADER - 1)
+
+    def bad(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers_disk.os, call, bad)
+        with pytest.raises(OSError, match="Input/output"):
+            open_tier(tmp_path)
+    again = open_tier(tmp_path)
+    assert get(again, "a") == (call != "ftruncate")
+    again.close()
+
+
+def test_failing_close_gives_up_both_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The second file stayed open, and locked, when the first could not be closed."""
+    tier = open_tier(tmp_path)
+    put(tier, "a")
+    close = os.close
+
+    def bad(file: int) -> None:
+        close(file)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers_disk.os, "close", bad)
+        tier.close()
+    again = open_tier(tmp_path)
+    assert get(again, "a")
+    again.close()
 
 
 def test_size_under_one_block_is_refused(tmp_path: Path) -> None:
