@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from radixkv import __version__
-from radixkv.config import ServeConfig, format_bytes, load_config
+from radixkv.config import REPEATABLE, ServeConfig, format_bytes, load_config
 from radixkv.errors import RadixKVError
 
 __all__ = ["app", "main"]
@@ -39,11 +39,13 @@ def main() -> None:
     app()
 
 
-def serve(config: str | None = None, **options: str | None) -> None:
+def serve(config: str | None = None, **options: Any) -> None:
     """Load a model and serve it over the OpenAI API until SIGTERM or Ctrl-C."""
     console = Console(stderr=True)
     began = time.monotonic()
     try:
+        for name in REPEATABLE:
+            options[name] = ",".join(options[name]) if options[name] else None
         settings = load_config(options, config_file=config)
         logging.basicConfig(
             level=settings.log_level.upper(),
@@ -52,9 +54,11 @@ def serve(config: str | None = None, **options: str | None) -> None:
         )
         # Imported late: `--help` and a refused option should not wait for torch.
         from radixkv.engine.factory import build_engine
+        from radixkv.server.auth import namespace_quotas
 
         with console.status("loading the model"):
-            built = build_engine(settings, console=console)
+            quotas = namespace_quotas(settings.api_key, settings.tenant_quota)
+            built = build_engine(settings, quotas=quotas, console=console)
     except RadixKVError as error:
         _fail(error)
     from radixkv.server.app import create_app
@@ -85,6 +89,7 @@ def serve(config: str | None = None, **options: str | None) -> None:
             session_idle_s=settings.session_idle,
             max_sessions=settings.max_sessions,
             drain_timeout_s=settings.drain_timeout,
+            save_timeout_s=settings.disk_save_timeout if settings.disk_cache else 0.0,
         ),
     )
     try:
@@ -173,7 +178,7 @@ def _add_serve_command() -> None:
 
 def _shown_default(option: dataclasses.Field[Any]) -> str:
     default: Any = option.default
-    if default is None:
+    if default in (None, ()):
         return ""
     if option.name == "max_body_size":
         default = format_bytes(default)
@@ -182,13 +187,10 @@ def _shown_default(option: dataclasses.Field[Any]) -> str:
 
 def _parameter(name: str, help_text: str, metavar: str) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
+    option = typer.Option(flag, help=help_text, metavar=metavar, show_default=False)
+    kind = list[str] | None if name in REPEATABLE else str | None
     return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
-            str | None, typer.Option(flag, help=help_text, metavar=metavar, show_default=False)
-        ],
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
     )
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 from radixkv.errors import ConfigError
 
-__all__ = ["ServeConfig", "format_bytes", "load_config", "parse_bytes"]
+__all__ = ["REPEATABLE", "ServeConfig", "format_bytes", "load_config", "parse_bytes"]
+
+REPEATABLE = frozenset({"tenant_quota"})
 
 _UNITS = {
     "": 1, "b": 1,
@@ -104,6 +106,22 @@ def _size(low: int) -> tuple[Callable[[str], int], str]:
     return parse, f"a size of at least {format_bytes(low)}, such as 512MiB or 4GiB"
 
 
+def _shares() -> tuple[Callable[[str], tuple[tuple[str, float], ...]], str]:
+    def parse(text: str) -> tuple[tuple[str, float], ...]:
+        shares: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, share = part.strip().rpartition("=")
+            if not name or name in shares or not 0.001 <= float(share) <= 1:
+                raise ValueError
+            shares[name] = float(share)
+        return tuple(shares.items())
+
+    return parse, (
+        "NAME=SHARE, several separated by commas, each name once and each share from 0.001 to 1 "
+        "(in a name, %2C stands for a comma and %25 for a percent sign)"
+    )
+
+
 def _auto(inner: tuple[Callable[[str], Any], str]) -> tuple[Callable[[str], Any], str]:
     parse, accepts = inner
     return lambda text: None if text == "auto" else parse(text), f"auto, or {accepts}"
@@ -119,7 +137,8 @@ class ServeConfig:
     """The options of `radixkv serve`. None stands for "auto" or "not set".
 
     Each is `--max-num-seqs` on the command line, `RADIXKV_MAX_NUM_SEQS` in the environment and
-    `max-num-seqs` in the TOML file, in this order of precedence.
+    `max-num-seqs` in the TOML file, in this order of precedence. What may be repeated on the
+    command line is separated by commas in the environment, and may be an array in the file.
     """
 
     model: str | None = _option(
@@ -140,14 +159,27 @@ class ServeConfig:
         _choice("auto", "bfloat16", "float16", "float32"),
         "Type of weights and KV. auto: the model's own.",
     )
-    device: str = _option("cpu", _choice("cpu"), "Where the model runs.")
+    device: str = _option(
+        "auto",
+        _choice("auto", "cpu", "cuda"),
+        "Where the model runs; cuda is an AMD GPU, too. auto: on a GPU if there is one.",
+    )
+    attention: str = _option(
+        "auto",
+        _choice("auto", "cpu", "triton"),
+        "What computes attention. auto: triton on a GPU. On a CPU triton is interpreted: slow.",
+    )
+    cuda_graphs: bool = _option(
+        True, _flag(), "Record the steps of decoding on a GPU once and replay them."
+    )
     threads: int | None = _option(
         None, _auto(_integer(1, 1024)), "Threads of the model. auto: one per physical core."
     )
     kv_cache_memory: int | None = _option(
         None,
         _auto(_size(1024)),
-        "Memory for KV blocks. auto: a third of what is available, at most 4 GiB.",
+        "Memory for KV blocks. auto: a third of what is available, at most 4 GiB; on a GPU 90 % of "
+        "what the model leaves free.",
     )
     block_size: int = _option(16, _integer(1, 256), "Tokens in a block.")
     prefix_caching: bool = _option(True, _flag(), "Keep and reuse KV across requests.")
@@ -161,6 +193,15 @@ class ServeConfig:
         _number(0.001, 1),
         "Part of the KV blocks that a namespace keeps from others; what it has above goes first.",
     )
+    tenant_quota: tuple[tuple[str, float], ...] = _option(
+        (),
+        _shares(),
+        "Parts of the KV blocks for those who use these cache_salts, instead of --namespace-quota; "
+        "default stands for requests without one. May be repeated.",
+    )
+    pin_share: float = _option(
+        0.5, _number(0, 0.95), "Part of the KV blocks that pins may hold; 0 allows no pins."
+    )
     host_cache_memory: int = _option(
         0, _size(0), "Host memory for evicted KV blocks; 0 keeps none."
     )
@@ -169,6 +210,11 @@ class ServeConfig:
     )
     disk_cache_size: int = _option(
         10 * 1024**3, _size(1024), "Disk space for evicted KV blocks, with --disk-cache."
+    )
+    disk_save_timeout: float = _option(
+        20.0,
+        _number(0, 3600),
+        "Seconds that the server may take at its end to write the cache to --disk-cache.",
     )
     tier_policy: str = _option(
         "auto",
@@ -184,10 +230,39 @@ class ServeConfig:
     max_num_batched_tokens: int | None = _option(
         None,
         _auto(_integer(1, 1_000_000)),
-        "Tokens computed in one step; at least max-num-seqs. auto: 256, or more if that needs it.",
+        "Tokens computed in one step; at least max-num-seqs. auto: 256, on a GPU "
+        "2048, or more if that needs it.",
     )
     max_num_waiting: int = _option(
         1024, _integer(0, 1_000_000), "Requests that may wait; more get status 429."
+    )
+    scheduling_policy: str = _option(
+        "fcfs",
+        _choice("fcfs", "priority", "cache-aware"),
+        "Which waiting request runs next: the oldest, the lowest `priority`, or the one of which "
+        "most is cached. Namespaces that were served less go first in each case.",
+    )
+    max_queue_skip: float = _option(
+        10.0,
+        _number(0, 86400),
+        "With cache-aware, seconds after which the oldest goes before what is cached.",
+    )
+    itl_target: float | None = _option(
+        None,
+        _auto(_number(0.1, 60_000)),
+        "Milliseconds between two tokens of an answer that prompts should not exceed; they are "
+        "cut into chunks for it. auto: no target.",
+    )
+    preemption_mode: str = _option(
+        "auto",
+        _choice("auto", "recompute", "swap"),
+        "What happens to the KV of a preempted request. auto: swap it out to host memory if that "
+        "is faster than computing it again.",
+    )
+    swap_space: int | None = _option(
+        None,
+        _auto(_size(0)),
+        "Host memory for preempted requests. auto: an eighth of what is left, at most 4 GiB.",
     )
     host: str = _option("127.0.0.1", _text("an address"), "Address to listen on.")
     port: int = _option(8000, _integer(0, 65535), "Port to listen on; 0 picks a free one.")
@@ -288,6 +363,8 @@ def _read_file(path: str, options: Mapping[str, Any]) -> dict[str, str]:
         name = key.replace("-", "_")
         if name not in options:
             raise ConfigError(f"--config {path}: there is no option {key!r}")
+        if name in REPEATABLE and isinstance(value, list):
+            value = ",".join(map(str, value))
         if not isinstance(value, str | int | float):
             raise ConfigError(f"--config {path}: {key} must be a text, a number or a truth value")
         values[name] = str(value)

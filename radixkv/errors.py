@@ -7,6 +7,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "EngineClosedError",
+    "GrammarError",
     "OutOfBlocksError",
     "QueueFullError",
     "RadixKVError",
@@ -64,6 +65,10 @@ class QueueFullError(RequestRejectedError):
 
 class EngineClosedError(RequestRejectedError):
     """The engine is shutting down, or its loop has died."""
+
+
+class GrammarError(RadixKVError):
+    """A grammar can't be compiled, or an answer can't follow it; the message is safe to show."""
 
 
 class OutOfBlocksError(RadixKVError):

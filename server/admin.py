@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from radixkv.engine import namespace_label
 from radixkv.errors import CacheCorruptionError
-from radixkv.server.body import json_response
+from radixkv.server.auth import tenant_of
+from radixkv.server.body import json_response, read_json
 from radixkv.server.errors import ApiError, error_body
+from radixkv.server.protocol_cache import FlushRequest
 from radixkv.server.state import STATE
 
 if TYPE_CHECKING:
     from radixkv.engine import EngineStats
 
-__all__ = ["cache_report", "cache_stats", "check", "flush", "metrics"]
+__all__ = ["cache_report", "cache_stats", "check", "flush", "flush_all", "metrics"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,28 @@ async def cache_stats(request: web.Request) -> web.Response:
 
 
 async def flush(request: web.Request) -> web.Response:
-    """`POST /admin/cache/flush` and `/flush_cache`: drop every cached block, or say why not."""
+    """`POST /admin/cache/flush`: drop what is cached, or say why not.
+
+    All of it, or that of one namespace.
+    """
+    state = request.app[STATE]
+    body = await read_json(
+        request,
+        FlushRequest,
+        max_bytes=state.config.max_body_bytes,
+        timeout_s=state.config.body_timeout_s,
+        allow_empty=True,
+    )
+    if body.namespace is None and body.cache_salt is None:
+        return await flush_all(request)
+    namespace = body.place(tenant_of(request))
+    freed = await state.engine.control.flush_namespace(namespace)
+    label = namespace_label(namespace)
+    return json_response({"success": True, "namespace": label, "freed_blocks": freed})
+
+
+async def flush_all(request: web.Request) -> web.Response:
+    """`POST` and `GET /flush_cache`: drop every cached block, as SGLang's scripts ask for it."""
     freed = await request.app[STATE].engine.flush_cache()
     return json_response({"success": True, "freed_blocks": freed})
 
@@ -89,6 +113,7 @@ def cache_report(stats: EngineStats) -> dict[str, Any]:
         "evicted_blocks": stats.evicted_blocks,
         "copied_blocks": stats.copied_blocks,
         "preemptions": stats.preemptions,
+        "scheduling": stats.scheduling,
         "tree": {"nodes": stats.nodes, "leaves": stats.leaves},
         "requests": {
             "running": stats.num_running,
@@ -98,6 +123,7 @@ def cache_report(stats: EngineStats) -> dict[str, Any]:
             "rejected": stats.requests_rejected,
             "finished": stats.requests_finished,
         },
+        "pins": stats.pins,
         "namespaces": stats.namespaces,
         "steps": {
             "count": stats.steps,

@@ -14,12 +14,13 @@ from radixkv.server.errors import ApiError, api_error_from
 from radixkv.server.messages import template_messages, template_tools
 from radixkv.server.prompts import INLINE_CHARS
 from radixkv.server.protocol import ExplainRequest
+from radixkv.server.protocol_cache import PromptFields
 from radixkv.server.state import STATE, ServerState
 
 if TYPE_CHECKING:
     from radixkv.engine import Explanation, RequestExplanation
 
-__all__ = ["cache_tree", "explain_prompt", "explain_request", "latest_misses"]
+__all__ = ["cache_tree", "explain_prompt", "explain_request", "latest_misses", "prompt_ids"]
 
 MAX_MISSES = 1000
 MAX_DEPTH = 64
@@ -69,7 +70,7 @@ async def explain_prompt(request: web.Request) -> web.Response:
         request, ExplainRequest, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s
     )
     namespace = make_namespace(tenant_of(request), body.cache_salt)
-    ids = await _prompt_ids(state, body)
+    ids = await prompt_ids(state, body)
     try:
         explanation = await state.engine.explain_prompt(ids, namespace)
     except RequestRejectedError as error:
@@ -104,7 +105,7 @@ async def cache_tree(request: web.Request) -> web.Response:
     return json_response({"object": "cache.tree", "model": state.model_name, **report})
 
 
-async def _prompt_ids(state: ServerState, body: ExplainRequest) -> list[int]:
+async def prompt_ids(state: ServerState, body: ExplainRequest | PromptFields) -> list[int]:
     """Return the ids of `prompt` or `messages`, as a completion or a chat would have them."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from radixkv.server import admin, admin_cache, models, session_routes
+from radixkv.server import admin, admin_cache, models, pins, session_routes
 from radixkv.server.chat import chat_completions
 from radixkv.server.completions import completions
 from radixkv.server.config import ServerConfig
@@ -69,6 +69,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> web.A
             web.get("/v1/sessions/{session_id}/messages", session_routes.list_messages),
             web.post("/v1/sessions/{session_id}/messages", post_message),
             web.post("/v1/sessions/{session_id}/fork", session_routes.fork_session),
+            web.post("/v1/sessions/{session_id}/pin", pins.pin_session),
+            web.post("/v1/sessions/{session_id}/unpin", pins.unpin_session),
             web.get("/health", health),
             web.get("/metrics", admin.metrics),
             web.get("/admin/cache", admin.cache_stats),
@@ -77,8 +79,13 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> web.A
             web.get("/admin/cache/misses", admin_cache.latest_misses),
             web.get("/admin/cache/tree", admin_cache.cache_tree),
             web.get("/admin/check", admin.check),
+            web.get("/admin/cache/pins", pins.list_pins),
+            web.post("/admin/cache/pin", pins.pin_prompt),
+            web.delete("/admin/cache/pin/{pin}", pins.unpin),
+            web.post("/admin/cache/warm", pins.warm),
             web.post("/admin/cache/flush", admin.flush),
-            web.post("/flush_cache", admin.flush),
+            web.post("/flush_cache", admin.flush_all),
+            web.get("/flush_cache", admin.flush_all),
         ]
     )
     return app
@@ -90,7 +97,18 @@ async def _run_engine(app: web.Application) -> AsyncIterator[None]:
     yield
     state.lifecycle.draining = True
     state.prompts.close()
+    stopping = asyncio.ensure_future(state.engine.shutdown(0.0))
+    hurry = asyncio.ensure_future(state.lifecycle.hurry.wait())
+    await asyncio.wait(
+        {stopping, hurry},
+        timeout=state.config.save_timeout_s + ENGINE_STOP_S,
+        return_when=asyncio.FIRST_COMPLETED,
+    )
+    hurried = hurry.done()
+    hurry.cancel()
+    if hurried:
+        state.engine.stop_saving()
     try:
-        await asyncio.wait_for(state.engine.shutdown(0.0), ENGINE_STOP_S)
+        await asyncio.wait_for(stopping, ENGINE_STOP_S if hurried else 0.0)
     except TimeoutError:
-        logger.error("the engine did not stop within %g s; leaving it behind", ENGINE_STOP_S)
+        logger.error("the engine did not stop in time; leaving it behind")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Iterable
+from urllib.parse import unquote
 
 from aiohttp import web
 
+from radixkv.errors import ConfigError
 from radixkv.request import Namespace
 from radixkv.server.errors import ApiError
 
-__all__ = ["authenticate", "make_namespace", "tenant_of"]
+__all__ = ["authenticate", "make_namespace", "namespace_quotas", "tenant_of"]
 
 MAX_SALT_CHARS = 256
 TENANT = web.RequestKey("tenant", str)
@@ -37,12 +40,36 @@ def authenticate(request: web.Request, api_key: str | None) -> None:
             code="invalid_api_key",
             headers={"WWW-Authenticate": 'Bearer realm="radixkv"'},
         )
-    request[TENANT] = "key-" + hashlib.sha256(expected).hexdigest()[:16]
+    request[TENANT] = _tenant(api_key)
 
 
 def tenant_of(request: web.Request) -> str:
     """Return the tenant of an authenticated request; "" when the server needs no key."""
     return request[TENANT]
+
+
+def namespace_quotas(
+    api_key: str | None, shares: Iterable[tuple[str, float]]
+) -> dict[Namespace, float]:
+    """Return the share of each namespace that `--tenant-quota` names.
+
+    Args:
+        api_key: the server's.
+        shares: (name, share); a name is a cache_salt, percent-encoded, or "default" for requests
+            without one.
+
+    Raises:
+        ConfigError: a name can't be a cache_salt.
+    """
+    tenant = "" if api_key is None else _tenant(api_key)
+    quotas = {}
+    for name, share in shares:
+        try:
+            namespace = make_namespace(tenant, None if name == "default" else unquote(name))
+        except ApiError as error:
+            raise ConfigError(f"--tenant-quota {name[:64]!r}: {error.message}") from None
+        quotas[namespace] = share
+    return quotas
 
 
 def make_namespace(tenant: str, cache_salt: str | None) -> Namespace:
@@ -64,3 +91,7 @@ def make_namespace(tenant: str, cache_salt: str | None) -> Namespace:
             code="invalid_value",
         )
     return (tenant, cache_salt)
+
+
+def _tenant(api_key: str) -> str:
+    return "key-" + hashlib.sha256(api_key.encode()).hexdigest()[:16]

@@ -16,6 +16,7 @@ from radixkv.server.responses import ChatShape, TokenTexts, UsageMode
 from radixkv.server.sampling import chat_sampling
 from radixkv.server.state import REQUEST_ID, STATE
 from radixkv.server.streaming import run_to_end, stream_chunks
+from radixkv.server.structured import compile_grammar
 
 __all__ = ["chat_completions", "chat_deltas"]
 
@@ -36,6 +37,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         template_tools(body.tools),
         add_generation_prompt=body.add_generation_prompt is not False,
     )
+    grammar = await compile_grammar(state.engine, params)
     state.lifecycle.check_accepting()
     generation = Generation.submit(
         state.engine,
@@ -43,6 +45,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         params,
         namespace=namespace,
         metrics=state.metrics,
+        grammar=grammar,
         param="messages",
     )
     state.request_ids.remember(generation.id, 1, request[REQUEST_ID])
@@ -56,29 +59,30 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         if body.stream:
             return await stream_chunks(request, config, _chunks(generation, shape, tokens))
         await run_to_end(request, config, generation)
-        answer = generation.answers[0]
-        return json_response(shape.whole(answer, tokens, logprobs=params.logprobs is not None))
+        logprobs = params.logprobs is not None
+        return json_response(shape.whole(generation.answers, tokens, logprobs=logprobs))
     finally:
         generation.close()
 
 
 async def chat_deltas(
-    generation: Generation, shape: ChatShape, tokens: TokenTexts
+    generation: Generation, shape: ChatShape, tokens: TokenTexts, *, finish: bool = False
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the role chunk and the content chunks; not the finish chunk."""
-    answer = generation.answers[0]
-    yield shape.role_chunk(answer)
-    async for _, output in generation:
+    """Yield the role chunks and the content chunks; the finish chunks too if `finish`."""
+    answers = generation.answers
+    for index in range(len(answers)):
+        yield shape.role_chunk(index, answers)
+    async for index, output in generation:
         if output.text or output.logprobs:
-            yield shape.delta_chunk(output, answer, tokens)
+            yield shape.delta_chunk(index, output, answers, tokens)
+        if finish and output.finish_reason is not None:
+            yield shape.finish_chunk(index, answers)
 
 
 async def _chunks(
     generation: Generation, shape: ChatShape, tokens: TokenTexts
 ) -> AsyncGenerator[dict[str, Any], None]:
-    answer = generation.answers[0]
-    async for chunk in chat_deltas(generation, shape, tokens):
+    async for chunk in chat_deltas(generation, shape, tokens, finish=True):
         yield chunk
-    yield shape.finish_chunk(answer)
     if shape.usage.at_end:
-        yield shape.usage_chunk(answer)
+        yield shape.usage_chunk(generation.answers)

@@ -16,6 +16,7 @@ from radixkv.server.responses import CompletionShape, TokenTexts, UsageMode
 from radixkv.server.sampling import completion_sampling
 from radixkv.server.state import REQUEST_ID, STATE, ServerState
 from radixkv.server.streaming import run_to_end, stream_chunks
+from radixkv.server.structured import compile_grammar
 
 __all__ = ["completions"]
 
@@ -34,6 +35,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     namespace = make_namespace(tenant_of(request), body.cache_salt)
     prompts = _split_prompts(body.prompt, config.max_prompts)
     ids = await _encode(state, prompts, body.add_special_tokens is not False)
+    grammar = await compile_grammar(state.engine, params)
     state.lifecycle.check_accepting()
     generation = Generation.submit(
         state.engine,
@@ -41,6 +43,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         params,
         namespace=namespace,
         metrics=state.metrics,
+        grammar=grammar,
         param="prompt",
     )
     state.request_ids.remember(generation.id, len(ids), request[REQUEST_ID])
@@ -51,7 +54,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     )
     tokens = state.engine.tokenizer
     try:
-        echoes = [_echo(state, prompt) if body.echo else "" for prompt in prompts]
+        echoes = [_echo(state, p) if body.echo else "" for p in prompts for _ in range(params.n)]
         if body.stream:
             chunks = _chunks(generation, shape, tokens, echoes)
             return await stream_chunks(request, config, chunks)

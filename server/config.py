@@ -27,6 +27,7 @@ class ServerConfig:
         session_idle_s: a session that nobody used for so long is forgotten.
         max_sessions: sessions held at most; further ones are refused, none is thrown away.
         max_prompts: prompts in one `/v1/completions` request at most.
+        save_timeout_s: time that the engine may take at the end to write its cache to disk.
         drain_timeout_s: time that accepted requests get to finish after a stop signal.
         engine_stuck_s: a step longer than this is shown as "stuck" by `/health`.
         access_log: write one JSON line per request (id, route, status, time; never any text).
@@ -46,6 +47,7 @@ class ServerConfig:
     max_sessions: int = 10_000
     max_prompts: int = 128
     drain_timeout_s: float = 30.0
+    save_timeout_s: float = 0.0
     engine_stuck_s: float = 30.0
     access_log: bool = False
 
@@ -56,7 +58,7 @@ class ServerConfig:
             value = getattr(self, option.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
-            low = 0 if option.name in {"keepalive_s", "drain_timeout_s"} else None
+            low = 0 if option.name in {"keepalive_s", "drain_timeout_s", "save_timeout_s"} else None
             # `not (value > 0)` instead of `value <= 0`, so that NaN is refused too.
             if not (value >= low if low is not None else value > 0):
                 bound = "at least 0" if low is not None else "greater than 0"

@@ -22,13 +22,19 @@ from radixkv.server.request_ids import engine_ids
 
 if TYPE_CHECKING:
     from radixkv.engine import AsyncEngine, RequestStream
+    from radixkv.engine.grammar import Grammar
 
 __all__ = ["Answer", "Generation"]
 
 
 @dataclass(slots=True)
 class Answer:
-    """Everything one stream has given so far."""
+    """Everything that was given of one choice so far.
+
+    Attributes:
+        num_prompt_tokens, num_cached_tokens: 0 but for the first choice of a prompt, so that their
+            sums count a prompt once.
+    """
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -48,9 +54,12 @@ class Answer:
             self.logprobs.extend(output.logprobs)
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
+        self.num_completion_tokens = output.num_completion_tokens
+
+    def count_prompt(self, output: RequestOutput) -> None:
+        """Note the size of the prompt, from an increment of any of its choices."""
         self.num_prompt_tokens = output.num_prompt_tokens
         self.num_cached_tokens = output.num_cached_tokens
-        self.num_completion_tokens = output.num_completion_tokens
 
     def full_text(self) -> str:
         """Return the text so far."""
@@ -60,20 +69,23 @@ class Answer:
 class Generation:
     """The streams of one HTTP request; iterate it once, and always `close()` it.
 
-    Iteration yields (prompt index, increment) until every stream has ended. An increment that ends
-    a stream by "abort" or "error" is not yielded: it raises the `ApiError` the client shall see.
+    Choice `i` of prompt `p` is number `p * n + i`. Iteration yields (number, increment) until every
+    choice has ended. An increment that ends one by "abort" or "error" is not yielded: it raises the
+    `ApiError` the client shall see.
 
     Attributes:
         id: a new unique id, for the answer's own `id` field; the engine's names for the requests
             are made of it (see `engine_ids`).
-        answers: one per prompt; each increment is added before it is yielded.
+        n: choices per prompt.
+        answers: one per choice; each increment is added before it is yielded.
     """
 
     def __init__(
-        self, streams: Sequence[RequestStream], metrics: Metrics, generation_id: str
+        self, streams: Sequence[RequestStream], n: int, metrics: Metrics, generation_id: str
     ) -> None:
         self.id = generation_id
-        self.answers = [Answer() for _ in streams]
+        self.n = n
+        self.answers = [Answer() for _ in range(n * len(streams))]
         self._streams = streams
         self._metrics = metrics
         self._reason: ApiError | None = None
@@ -89,11 +101,13 @@ class Generation:
         *,
         namespace: Namespace,
         metrics: Metrics,
+        grammar: Grammar | None = None,
         param: str,
     ) -> Generation:
         """Hand `prompts` to the engine, all of them or none.
 
         Args:
+            grammar: that of `params`, if they have one.
             param: the request field the prompts came from; named when the engine refuses one.
 
         Raises:
@@ -105,7 +119,7 @@ class Generation:
         names = engine_ids(generation_id, len(prompts))
         try:
             streams.extend(
-                engine.submit(ids, params, namespace=namespace, request_id=name)
+                engine.submit(ids, params, namespace=namespace, request_id=name, grammar=grammar)
                 for ids, name in zip(prompts, names, strict=True)
             )
         except RequestRejectedError as error:
@@ -115,7 +129,7 @@ class Generation:
             if refusal.status == 400 and refusal.param in (None, "prompt"):
                 refusal.param = param
             raise refusal from error
-        return cls(streams, metrics, generation_id)
+        return cls(streams, params.n, metrics, generation_id)
 
     def abort(self, reason: ApiError) -> None:
         """End the streams early; the iteration then raises `reason`."""
@@ -131,14 +145,14 @@ class Generation:
         self._closed = True
         for pump in self._pumps:
             pump.cancel()
-        for stream, answer in zip(self._streams, self.answers, strict=True):
+        for stream, answer in zip(self._streams, self.answers[:: self.n], strict=True):
             stream.abort()
             self._metrics.observe_request(stream.timings, answer.finish_reason)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         if len(self._streams) == 1:
             async for output in self._streams[0]:
-                yield 0, self._checked(0, output)
+                yield self._checked(0, output)
             self._check_ended()
             return
         queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
@@ -153,16 +167,20 @@ class Generation:
             elif isinstance(item, BaseException):
                 raise item
             else:
-                yield index, self._checked(index, item)
+                yield self._checked(index, item)
         self._check_ended()
 
-    def _checked(self, index: int, output: RequestOutput) -> RequestOutput:
-        self.answers[index].add(output)
+    def _checked(self, prompt: int, output: RequestOutput) -> tuple[int, RequestOutput]:
+        number = prompt * self.n + output.index
+        self.answers[number].add(output)
+        self.answers[prompt * self.n].count_prompt(output)
+        if output.finish_reason == "timeout":
+            raise ApiError(504, output.error or "The answer took too long", code="request_timeout")
         if output.finish_reason == "error":
             raise ApiError(500, output.error or "The engine failed", code="engine_error")
         if output.finish_reason == "abort":
             raise self._abort_error()
-        return output
+        return number, output
 
     def _check_ended(self) -> None:
         # A stream that stops without saying why must not look like a complete answer.

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from radixkv.request import FinishReason, RequestTimings
+from radixkv.server.metrics_cache import cache_families
 
 if TYPE_CHECKING:
     from radixkv.engine import AsyncEngine, EngineStats
@@ -203,3 +204,4 @@ class EngineCollector(Collector):
             if values["hit_rate"] is not None:
                 rate.add_metric([*self._labels, window], values["hit_rate"])
         yield rate
+        yield from cache_families(stats, self._labels)

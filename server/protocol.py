@@ -93,17 +93,26 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     n: Number | None = None
     best_of: Number | None = None
+    use_beam_search: bool | None = None
+    beam_width: Number | None = None
+    length_penalty: Number | None = None
+    early_stopping: bool | str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    priority: Number | None = None
+    timeout: Number | None = None
+    cache_priority: Number | None = None
+    cache_pin_ttl: Number | None = None
     user: Any = None
-    # Refused when set: ignoring them would give an answer of another meaning.
-    use_beam_search: bool | None = None
-    prompt_logprobs: Any = None
+    # What the answer must look like, see `structured`.
+    response_format: dict[str, Any] | None = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    # Refused when set: ignoring it would give an answer of another meaning.
+    prompt_logprobs: Any = None
 
 
 class ChatFields(SamplingFields, kw_only=True):
@@ -112,7 +121,6 @@ class ChatFields(SamplingFields, kw_only=True):
     max_completion_tokens: Number | None = None
     logprobs: bool | None = None
     top_logprobs: Number | None = None
-    response_format: dict[str, Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     functions: Any = None

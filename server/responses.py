@@ -82,52 +82,61 @@ class Shape:
 class ChatShape(Shape):
     """`chat.completion` and `chat.completion.chunk`."""
 
-    def whole(self, answer: Answer, tokens: TokenTexts, *, logprobs: bool) -> dict[str, Any]:
-        """Return a complete answer."""
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": answer.full_text(), "refusal": None},
-            "logprobs": _chat_logprobs(answer.logprobs, tokens) if logprobs else None,
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
-        }
-        return self._body("chat.completion", [choice], usage=usage_of([answer]))
+    def whole(
+        self, answers: Sequence[Answer], tokens: TokenTexts, *, logprobs: bool
+    ) -> dict[str, Any]:
+        """Return a complete answer; one choice each."""
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": answer.full_text(), "refusal": None},
+                "logprobs": _chat_logprobs(answer.logprobs, tokens) if logprobs else None,
+                "finish_reason": answer.finish_reason,
+                "stop_reason": answer.stop_reason,
+            }
+            for i, answer in enumerate(answers)
+        ]
+        return self._body("chat.completion", choices, usage=usage_of(answers))
 
-    def role_chunk(self, answer: Answer) -> dict[str, Any]:
-        """Return the first chunk, sent as soon as the request is accepted."""
-        return self._delta({"role": "assistant", "content": ""}, answer)
+    def role_chunk(self, index: int, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the first chunk of a choice, sent as soon as the request is accepted."""
+        return self._delta(index, {"role": "assistant", "content": ""}, answers)
 
     def delta_chunk(
-        self, output: RequestOutput, answer: Answer, tokens: TokenTexts
+        self, index: int, output: RequestOutput, answers: Sequence[Answer], tokens: TokenTexts
     ) -> dict[str, Any]:
         """Return the chunk of one increment; its finish reason is left for `finish_chunk`."""
         logprobs = _chat_logprobs(output.logprobs, tokens) if output.logprobs else None
-        return self._delta({"content": output.text}, answer, logprobs=logprobs)
+        return self._delta(index, {"content": output.text}, answers, logprobs=logprobs)
 
-    def finish_chunk(self, answer: Answer, **extra: Any) -> dict[str, Any]:
-        """Return the one chunk that carries the finish reason."""
+    def finish_chunk(self, index: int, answers: Sequence[Answer], **extra: Any) -> dict[str, Any]:
+        """Return the one chunk that carries the finish reason of a choice."""
         choice = {
-            "index": 0,
+            "index": index,
             "delta": {},
             "logprobs": None,
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
+            "finish_reason": answers[index].finish_reason,
+            "stop_reason": answers[index].stop_reason,
         }
-        return self._chunk("chat.completion.chunk", [choice], [answer], **extra)
+        return self._chunk("chat.completion.chunk", [choice], answers, **extra)
 
-    def usage_chunk(self, answer: Answer) -> dict[str, Any]:
+    def usage_chunk(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the last chunk of a stream that was asked for usage."""
-        return self._usage_chunk("chat.completion.chunk", [answer])
+        return self._usage_chunk("chat.completion.chunk", answers)
 
     def _delta(
-        self, delta: dict[str, Any], answer: Answer, logprobs: dict[str, Any] | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        answers: Sequence[Answer],
+        logprobs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        return self._chunk("chat.completion.chunk", [choice], [answer])
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return self._chunk("chat.completion.chunk", [choice], answers)
 
 
 class CompletionShape(Shape):
-    """`text_completion`, whole and in chunks; one choice per prompt."""
+    """`text_completion`, whole and in chunks; `n` choices per prompt."""
 
     def whole(
         self,

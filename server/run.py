@@ -44,7 +44,7 @@ async def run_server(
         stop: set it to stop the server as a signal would, where signals cannot be used.
     """
     first = stop or asyncio.Event()
-    second = asyncio.Event()
+    second = app[STATE].lifecycle.hurry
 
     def on_signal() -> None:
         (second if first.is_set() else first).set()

@@ -11,22 +11,18 @@ from radixkv.server.protocol import (
     ChatFields,
     CompletionRequest,
     SamplingFields,
+    SessionTurn,
     whole_number,
 )
+from radixkv.server.structured import structured_spec
 
 __all__ = ["chat_sampling", "completion_sampling"]
 
 MAX_LOGPROBS = 20
 
-UNSUPPORTED = (
-    "use_beam_search",
-    "prompt_logprobs",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
+UNSUPPORTED = ("prompt_logprobs",)
+# Beam search draws nothing; these are the values that say so.
+BEAM_NEUTRAL = {"temperature": (0,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 CHAT_UNSUPPORTED = ("functions", "function_call", "audio")
 
 
@@ -37,12 +33,13 @@ def chat_sampling(body: ChatFields, *, vocab_size: int) -> SamplingParams:
         ApiError: 400; `param` names the field.
     """
     _check_common(body)
+    if isinstance(body, SessionTurn) and (body.n or 1) != 1:
+        raise _refuse("n", "n must be 1: a session goes on from one answer")
     for name in CHAT_UNSUPPORTED:
         if getattr(body, name):
             raise _refuse(name, f"{name} is not supported")
     if body.modalities not in (None, [], ["text"]):
         raise _refuse("modalities", "modalities: only 'text' is supported")
-    _check_response_format(body.response_format)
     _check_tool_choice(body.tool_choice)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     top = _whole("top_logprobs", body.top_logprobs)
@@ -102,11 +99,25 @@ def _build(
         "logprobs": logprobs,
         "logit_bias": _logit_bias(body.logit_bias, vocab_size),
         "skip_special_tokens": body.skip_special_tokens,
+        "grammar": structured_spec(body),
+        **_branching(body),
+        "priority": _whole("priority", body.priority),
+        "timeout_s": body.timeout,
+        "cache_priority": _whole("cache_priority", body.cache_priority),
+        "cache_pin_ttl": body.cache_pin_ttl,
     }
     try:
         params = SamplingParams(**{k: v for k, v in given.items() if v is not None})
     except RequestRejectedError as error:
-        raise api_error_from(error).rename_param("max_tokens", max_tokens_name) from error
+        refusal = api_error_from(error).rename_param("max_tokens", max_tokens_name)
+        if body.beam_width is not None:
+            refusal = refusal.rename_param("best_of", "beam_width")
+        raise refusal from error
+    if body.stream and params.holds_back and not params.use_beam_search:
+        raise _refuse(
+            "best_of",
+            "best_of must be n in a stream: the best are known only when all are complete",
+        )
     if max_tokens is not None and params.min_tokens > max_tokens:
         raise _refuse(
             "min_tokens",
@@ -115,27 +126,36 @@ def _build(
     return params
 
 
+def _branching(body: SamplingFields) -> dict[str, Any]:
+    """Return the fields that say how many answers are looked for, and how."""
+    best_of = _whole("best_of", body.best_of)
+    beam_width = _whole("beam_width", body.beam_width)
+    if not body.use_beam_search:
+        for name in ("beam_width", "length_penalty", "early_stopping"):
+            if getattr(body, name) is not None:
+                raise _refuse(name, f"{name} needs use_beam_search to be true")
+    else:
+        if None not in (best_of, beam_width) and best_of != beam_width:
+            raise _refuse("beam_width", "beam_width and best_of mean the same; set one of them")
+        for name, off in BEAM_NEUTRAL.items():
+            value = getattr(body, name)
+            if value is not None and value not in off:
+                raise _refuse(name, f"{name} must be {off[0]} with use_beam_search")
+    return {
+        "n": _whole("n", body.n),
+        "best_of": best_of if beam_width is None else beam_width,
+        "use_beam_search": body.use_beam_search,
+        "length_penalty": body.length_penalty,
+        "early_stopping": body.early_stopping,
+    }
+
+
 def _check_common(body: SamplingFields) -> None:
-    for name in ("n", "best_of"):
-        value = _whole(name, getattr(body, name))
-        if value is not None and value != 1:
-            raise _refuse(name, f"{name} must be 1: only one answer is given, got {value}")
     for name in UNSUPPORTED:
         if getattr(body, name):
             raise _refuse(name, f"{name} is not supported")
     if body.stream_options is not None and not body.stream:
         raise _refuse("stream_options", "stream_options needs stream to be true")
-
-
-def _check_response_format(response_format: dict[str, Any] | None) -> None:
-    if response_format is None:
-        return
-    kind = response_format.get("type")
-    if kind != "text":
-        raise _refuse(
-            "response_format",
-            f"response_format must have type 'text', got {str(kind)[:64]!r}",
-        )
 
 
 def _check_tool_choice(choice: str | dict[str, Any] | None) -> None:

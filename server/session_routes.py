@@ -110,8 +110,10 @@ async def fork_session(request: web.Request) -> web.Response:
 
 async def delete_session(request: web.Request) -> web.Response:
     """`DELETE /v1/sessions/{id}`: forget the session; a turn being answered is aborted."""
-    session = session_of(request)
-    request.app[STATE].sessions.delete(session)
+    session, state = session_of(request), request.app[STATE]
+    state.sessions.delete(session)
+    if session.pin_id is not None:
+        await state.engine.control.unpin(session.pin_id)
     return json_response({"id": session.id, "object": "session.deleted", "deleted": True})
 
 

@@ -1,7 +1,7 @@
 """Sessions: conversations whose exact token ids the server keeps.
 
-A session is only a label over ordinary cache: it pins nothing, so an idle one costs no KV and can
-wedge nothing; if its blocks were evicted, its next turn computes them again.
+A session is only a label over ordinary cache: it pins nothing by itself, so an idle one costs no KV
+and can wedge nothing; if its blocks were evicted, its next turn computes them again.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Session:
         busy: a turn is being answered.
         active: the running generation of that turn, once the engine accepted it.
         deleted: set by `SessionStore.delete`; a running turn then must not commit.
+        pin_id: the pin made of it last, which may be gone.
     """
 
     id: str
@@ -69,6 +70,7 @@ class Session:
     active: Generation | None = None
     deleted: bool = False
     last_used: float = 0.0
+    pin_id: int | None = None
 
     @property
     def tenant(self) -> str:

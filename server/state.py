@@ -28,10 +28,12 @@ class Lifecycle:
     Attributes:
         draining: goes from False to True once.
         handlers: the tasks of requests being answered, so that a shutdown can wait for them.
+        hurry: set by a second stop signal: whoever waits for an end in good order gives up.
     """
 
     draining: bool = False
     handlers: set[asyncio.Task[object]] = field(default_factory=set)
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
 
     def check_accepting(self) -> None:
         """Refuse new work while draining.

@@ -27,6 +27,7 @@ from radixkv.server.session_routes import session_of
 from radixkv.server.sessions import Session, session_deleted
 from radixkv.server.state import REQUEST_ID, STATE, ServerState
 from radixkv.server.streaming import ClientGoneError, run_to_end, stream_chunks
+from radixkv.server.structured import compile_grammar
 
 __all__ = ["post_message"]
 
@@ -83,6 +84,7 @@ async def post_message(request: web.Request) -> web.StreamResponse:
     state.check_model(body.model)
     params = chat_sampling(body, vocab_size=state.engine.vocab_size)
     new_messages = _new_messages(body, supports_tools=state.prompts.supports_tools)
+    grammar = await compile_grammar(state.engine, params)
     session = session_of(request)
     state.lifecycle.check_accepting()
     session.begin_turn()
@@ -99,6 +101,7 @@ async def post_message(request: web.Request) -> web.StreamResponse:
             params,
             namespace=session.namespace,
             metrics=state.metrics,
+            grammar=grammar,
             param="content",
         )
         session.active = generation
@@ -115,7 +118,7 @@ async def post_message(request: web.Request) -> web.StreamResponse:
             return await stream_chunks(request, config, chunks)
         await run_to_end(request, config, generation)
         answer = generation.answers[0]
-        whole = shape.whole(answer, tokens, logprobs=params.logprobs is not None)
+        whole = shape.whole([answer], tokens, logprobs=params.logprobs is not None)
         return json_response({**whole, "session": turn.commit(answer)})
     finally:
         if generation is not None:
@@ -131,14 +134,14 @@ async def _chunks(
     tokens: TokenTexts,
     turn: PendingTurn,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    answer = generation.answers[0]
+    (answer,) = answers = generation.answers
     async for chunk in chat_deltas(generation, shape, tokens):
         yield chunk
     if request.transport is None or request.transport.is_closing():
         raise ClientGoneError("the client hung up before the turn was committed")
-    yield shape.finish_chunk(answer, session=turn.commit(answer))
+    yield shape.finish_chunk(0, answers, session=turn.commit(answer))
     if shape.usage.at_end:
-        yield shape.usage_chunk(answer)
+        yield shape.usage_chunk(answers)
 
 
 def _new_messages(body: SessionTurn, *, supports_tools: bool) -> list[TemplateMessage]:

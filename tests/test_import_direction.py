@@ -17,11 +17,11 @@ BASE = ("radixkv", "radixkv.errors", "radixkv.config", "radixkv.request")
 # An entry allows the module of that name and, but for `radixkv` itself, all below it.
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]] = {
     "radixkv/cache": ((*BASE, "radixkv.cache"), ("numpy", "sortedcontainers", "xxhash")),
-    "kernels": (("radixkv.kernels",), ("torch", "triton")),
+    "kernels": (("radixkv.kernels",), ("rich", "torch", "triton")),
     "radixkv/model": ((*BASE, "radixkv.model", "radixkv.kernels"), None),
     "radixkv/engine": (
         (*BASE, "radixkv.engine", "radixkv.cache", "radixkv.model"),
-        ("msgspec", "numpy", "rich", "sortedcontainers", "torch", "xxhash", "zmq"),
+        ("llguidance", "msgspec", "numpy", "rich", "sortedcontainers", "torch", "xxhash", "zmq"),
     ),
     "server": (
         ("radixkv", "radixkv.engine", "radixkv.errors", "radixkv.request", "radixkv.server"),

@@ -6,9 +6,10 @@ loop. The server needs nothing below this package, so it re-exports the request 
 
 from radixkv.cache.explain import Explanation
 from radixkv.engine.async_engine import AsyncEngine, RequestStream
+from radixkv.engine.cache_control import PinReport
 from radixkv.engine.engine import Engine
 from radixkv.engine.explanations import RequestExplanation
-from radixkv.engine.stats import EngineHealth, EngineStats, namespace_label
+from radixkv.engine.stats import EngineHealth, EngineStats, namespace_label, namespace_of
 from radixkv.request import RequestOutput, RequestTimings, SamplingParams, TokenLogprob
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "EngineHealth",
     "EngineStats",
     "Explanation",
+    "PinReport",
     "RequestExplanation",
     "RequestOutput",
     "RequestStream",
@@ -24,4 +26,5 @@ __all__ = [
     "SamplingParams",
     "TokenLogprob",
     "namespace_label",
+    "namespace_of",
 ]

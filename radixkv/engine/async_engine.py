@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from radixkv.cache.explain import Explanation
+from radixkv.engine.cache_control import CacheControl
 from radixkv.engine.engine import Engine, Output
 from radixkv.engine.explanations import RequestExplanation
+from radixkv.engine.grammar import Grammar
 from radixkv.engine.stats import EngineHealth, EngineStats, namespace_label
 from radixkv.errors import EngineClosedError, QueueFullError, RequestRejectedError
-from radixkv.request import Namespace, RequestOutput, RequestTimings, SamplingParams
+from radixkv.request import GrammarSpec, Namespace, RequestOutput, RequestTimings, SamplingParams
 
 if TYPE_CHECKING:
     from radixkv.model.tokenizer import TokenizerLike
@@ -32,18 +34,20 @@ T = TypeVar("T")
 
 
 class RequestStream:
-    """An async iterator over one request's increments; the last has a `finish_reason`.
+    """An async iterator over one request's increments; the last of each answer says why it ended.
 
     Belongs to the event loop. Abort it on every way out that isn't its end.
     """
 
-    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, abort: Callable[[str], None], num_answers: int = 1) -> None:
         self.request_id = request_id
+        self.num_answers = num_answers
         self.timings = RequestTimings()
         self._abort = abort
         self._outputs: deque[RequestOutput] = deque()
         self._arrived = asyncio.Event()
-        self._ended = False  # the last increment was delivered
+        self._open = set(range(num_answers))  # answers whose end has not come
+        self._num_ends_read = 0
         self._aborted = False
 
     def __aiter__(self) -> RequestStream:
@@ -51,33 +55,46 @@ class RequestStream:
 
     async def __anext__(self) -> RequestOutput:
         while not self._outputs:
-            if self._ended:
+            if self._num_ends_read == self.num_answers:
                 raise StopAsyncIteration
             self._arrived.clear()
             await self._arrived.wait()
         output = self._outputs.popleft()
-        self._ended = self._ended or output.finish_reason is not None
+        self._num_ends_read += output.finish_reason is not None
         return output
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine still owes increments."""
+        return bool(self._open)
 
     def abort(self) -> None:
         """End the request now; no more text is delivered. Idempotent, and harmless at the end."""
-        if self._ended or self._aborted:
+        if self._num_ends_read == self.num_answers or self._aborted:
             return
         self._aborted = True
-        last = self._outputs[-1] if self._outputs else None
+        # Answers that have ended before anyone read the end: it is still owed.
+        ends = [output for output in self._outputs if output.finish_reason is not None]
         self._outputs.clear()
-        if last is not None and last.finish_reason is not None:
-            # It has ended before anyone read the end, which is still owed.
-            self._deliver(last)
-        else:
+        for output in ends:
+            self._enqueue(output)
+        if self.is_open:
             self._abort(self.request_id)
 
     def _deliver(self, output: RequestOutput) -> None:
+        if output.index not in self._open:
+            return  # a failure that was sent to all answers, ended ones too
+        if output.finish_reason is not None:
+            self._open.remove(output.index)
+        self._enqueue(output)
+
+    def _enqueue(self, output: RequestOutput) -> None:
         if self._aborted:
             if output.finish_reason is None:
                 return
             # Whatever the engine was about to say, the client was told that it is over.
             output = RequestOutput(
+                index=output.index,
                 finish_reason="abort",
                 num_prompt_tokens=output.num_prompt_tokens,
                 num_cached_tokens=output.num_cached_tokens,
@@ -120,6 +137,7 @@ class AsyncEngine:
         self.vocab_size = engine.runner.vocab_size
         self.block_size = engine.cache.block_size
         self.max_num_waiting = max_num_waiting
+        self.control = CacheControl(engine, self._call)
         self._streams: dict[str, RequestStream] = {}
         self._done = asyncio.Event()  # the thread has ended
         self._idle = asyncio.Event()  # no streams
@@ -170,6 +188,7 @@ class AsyncEngine:
         *,
         namespace: Namespace = (),
         request_id: str | None = None,
+        grammar: Grammar | None = None,
     ) -> RequestStream:
         """Hand a request to the engine; return its stream. Never blocks.
 
@@ -178,13 +197,17 @@ class AsyncEngine:
             params: how to sample and when to stop.
             namespace: KV is shared within equal namespaces only.
             request_id: must be unique among live requests; made up if None.
+            grammar: of a request whose `params` have one, from `compile_grammar`.
 
         Raises:
             ContextLengthError: the prompt leaves no room for an answer.
             QueueFullError: too many requests wait already.
             EngineClosedError: the engine is draining, stopped or failed.
             RequestRejectedError: the prompt is empty or has ids outside the vocabulary.
+            ValueError: the grammar is missing.
         """
+        if params.grammar is not None and grammar is None:
+            raise ValueError("compile_grammar must be awaited before submit")
         if self._failure is not None:
             raise EngineClosedError("the engine has failed; the server must be restarted")
         if not self._accepting:
@@ -202,22 +225,40 @@ class AsyncEngine:
             self.engine.num_rejected += 1
             raise
         self._idle.clear()
-        stream = self._streams[request_id] = RequestStream(request_id, self._request_abort)
+        stream = RequestStream(request_id, self._request_abort, params.n)
+        self._streams[request_id] = stream
         arrival = time.monotonic()
 
         def add() -> None:
             try:
                 self.engine.add_request(
-                    stream.request_id, prompt, params, namespace=namespace, arrival=arrival
+                    stream.request_id,
+                    prompt,
+                    params,
+                    namespace=namespace,
+                    arrival=arrival,
+                    grammar=grammar,
                 )
             except Exception as error:  # its stream must end all the same
                 log.exception("request %s could not be added", stream.request_id)
-                self._send([_failure(stream.request_id, error)])
+                self._send(_failures(stream, error))
 
         if not self._post(add):
             self._forget(request_id)
             raise EngineClosedError("the engine isn't running")
         return stream
+
+    async def compile_grammar(self, spec: GrammarSpec) -> Grammar:
+        """Return what `submit` needs of a request with a grammar. Compiles on another thread.
+
+        Raises:
+            RequestRejectedError: see `GrammarCompiler.prepare`; counted as a rejected request.
+        """
+        try:
+            return await self.engine.grammar_compiler().prepare(spec)
+        except RequestRejectedError:
+            self.engine.num_rejected += 1
+            raise
 
     def stats(self) -> EngineStats:
         """Return a consistent snapshot; waits for the bookkeeping of a step at most."""
@@ -322,6 +363,11 @@ class AsyncEngine:
 
         return await self._call(flush)
 
+    def stop_saving(self) -> None:
+        """Write no more of the cache to disk than has been begun, at the end. Never blocks."""
+        if self.engine.tiers is not None:
+            self.engine.tiers.stop_saving()
+
     async def _call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, between two steps."""
         future: Future[T] = Future()
@@ -396,7 +442,8 @@ class AsyncEngine:
         self._calls.clear()
         if self._failure is not None:
             error = self._failure
-            self._send([_failure(request_id, error) for request_id in list(self._streams)])
+            for stream in list(self._streams.values()):
+                self._send(_failures(stream, error))
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._done.set)
 
@@ -409,9 +456,9 @@ class AsyncEngine:
             stream = self._streams.get(item.request_id)
             if stream is None:
                 continue
-            if item.output.finish_reason is not None:
-                self._forget(item.request_id)
             stream._deliver(item.output)
+            if not stream.is_open:
+                self._forget(item.request_id)
 
     def _forget(self, request_id: str) -> None:
         del self._streams[request_id]
@@ -419,6 +466,9 @@ class AsyncEngine:
             self._idle.set()
 
 
-def _failure(request_id: str, error: BaseException) -> Output:
+def _failures(stream: RequestStream, error: BaseException) -> list[Output]:
     message = f"the engine failed: {type(error).__name__}"
-    return Output(request_id, RequestOutput(finish_reason="error", error=message))
+    return [
+        Output(stream.request_id, RequestOutput(index=index, finish_reason="error", error=message))
+        for index in range(stream.num_answers)
+    ]

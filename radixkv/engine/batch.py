@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.cache import Sequence
+from radixkv.cache import RadixCache, Sequence
+from radixkv.cache.int_vector import Int32Array
+from radixkv.cache.radix_tree import Node
 from radixkv.engine.scheduler import ScheduledChunk
 from radixkv.model.attention import AttentionMetadata, PrefixGroup
 
-__all__ = ["ForwardBatch", "build_batch", "group_by_prefix"]
+__all__ = ["BatchBuilder", "ForwardBatch", "group_by_prefix"]
 
 Path = list[tuple[int, int]]
 """(node id, blocks up to the end of the node), from the root down."""
@@ -37,50 +39,88 @@ class ForwardBatch:
     copies: tuple[tuple[int, int], ...] = ()
 
 
-def build_batch(
-    chunks: SequenceOf[ScheduledChunk], block_size: int, copies: SequenceOf[tuple[int, int]]
-) -> tuple[ForwardBatch, list[ScheduledChunk]]:
-    """Flatten chunks into a batch.
+class BatchBuilder:
+    """Makes the batches of one engine; keeps the order and the groups of the last one.
 
-    Returns:
-        The batch, and the chunks in the order of its sequences. The i-th row of logits belongs to
-        the i-th of those that sample.
+    These depend on the sequences and on the nodes that they hold. A sequence whose own run grows
+    stays where it is, so that as long as the same answers go on nothing of it is computed again.
     """
-    paths = [_path(c.request.sequence) for c in chunks]
-    order = sorted(range(len(chunks)), key=lambda i: paths[i])
-    ordered = [chunks[i] for i in order]
-    groups = group_by_prefix([paths[i] for i in order])
-    counts = np.array([c.count for c in ordered], dtype=np.int32)
-    starts = np.zeros(len(ordered) + 1, dtype=np.int32)
-    np.cumsum(counts, out=starts[1:])
-    token_ids = np.concatenate(
-        [c.request.sequence.token_ids[c.start : c.start + c.count] for c in ordered]
-    ).astype(np.int64)
-    positions = np.concatenate(
-        [np.arange(c.start, c.start + c.count, dtype=np.int64) for c in ordered]
-    )
-    tables = tuple(c.request.sequence.block_table for c in ordered)
-    slots = np.empty(len(token_ids), dtype=np.int64)
-    for table, first, last in zip(tables, starts[:-1], starts[1:], strict=True):
-        position = positions[first:last]
-        slots[first:last] = table[position // block_size] * np.int64(block_size)
-    slots += positions % block_size
-    rows = [int(end) - 1 for c, end in zip(ordered, starts[1:], strict=True) if c.samples]
-    attention = AttentionMetadata(
-        query_start_loc=starts,
-        seq_lens=np.array([c.start + c.count for c in ordered], dtype=np.int32),
-        block_tables=tables,
-        slot_mapping=slots,
-        groups=tuple(groups),
-    )
-    batch = ForwardBatch(
-        token_ids=token_ids,
-        positions=positions,
-        logits_rows=np.array(rows, dtype=np.int64),
-        attention=attention,
-        copies=tuple(copies),
-    )
-    return batch, ordered
+
+    def __init__(self, cache: RadixCache) -> None:
+        self._tree = cache.tree
+        self._block_size = cache.block_size
+        self._sequences: list[Sequence] = []
+        self._nodes: list[Node | None] = []
+        self._num_splits = -1
+        self._order: list[int] = []
+        self._groups: tuple[PrefixGroup, ...] = ()
+
+    def build(
+        self, chunks: SequenceOf[ScheduledChunk], copies: SequenceOf[tuple[int, int]]
+    ) -> tuple[ForwardBatch, list[ScheduledChunk]]:
+        """Flatten chunks into a batch.
+
+        Returns:
+            The batch, and the chunks in the order of its sequences. The i-th row of logits belongs
+            to the i-th of those that sample.
+        """
+        self._arrange([chunk.branch.sequence for chunk in chunks])
+        ordered = [chunks[i] for i in self._order]
+        starts = np.zeros(len(ordered) + 1, dtype=np.int32)
+        np.cumsum([chunk.count for chunk in ordered], out=starts[1:])
+        num_tokens = int(starts[-1])
+        token_ids = np.empty(num_tokens, dtype=np.int64)
+        positions = np.empty(num_tokens, dtype=np.int64)
+        blocks = np.empty(num_tokens, dtype=np.int64)
+        size = self._block_size
+        tables: list[Int32Array] = []
+        singles: list[tuple[int, int, int]] = []  # token, position, block
+        for chunk, row in zip(ordered, starts.tolist(), strict=False):
+            sequence, start, count = chunk.branch.sequence, chunk.start, chunk.count
+            table = sequence.block_table
+            tables.append(table)
+            if count == 1:
+                singles.append((sequence.token_ids[start], start, table[start // size]))
+                continue
+            rows = slice(row, row + count)
+            token_ids[rows] = sequence.token_ids[start : start + count]
+            positions[rows] = position = np.arange(start, start + count)
+            blocks[rows] = table[position // size]
+        if singles:
+            lone = starts[:-1][np.diff(starts) == 1]
+            token_ids[lone], positions[lone], blocks[lone] = np.array(singles, dtype=np.int64).T
+        ends = starts[1:].tolist()
+        rows_wanted = [end - 1 for chunk, end in zip(ordered, ends, strict=True) if chunk.samples]
+        attention = AttentionMetadata(
+            query_start_loc=starts,
+            seq_lens=positions[starts[1:] - 1].astype(np.int32) + 1,
+            block_tables=tuple(tables),
+            slot_mapping=blocks * size + positions % size,
+            groups=self._groups,
+        )
+        batch = ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            logits_rows=np.array(rows_wanted, dtype=np.int64),
+            attention=attention,
+            copies=tuple(copies),
+        )
+        return batch, ordered
+
+    def _arrange(self, sequences: list[Sequence]) -> None:
+        """Order the sequences, and group them, unless they are those of the last step."""
+        nodes = [sequence.node for sequence in sequences]
+        if (
+            nodes == self._nodes
+            and sequences == self._sequences
+            and self._num_splits == self._tree.num_splits
+        ):
+            return
+        self._sequences, self._nodes = sequences, nodes
+        self._num_splits = self._tree.num_splits
+        paths = [_path(sequence) for sequence in sequences]
+        self._order = sorted(range(len(paths)), key=paths.__getitem__)
+        self._groups = tuple(group_by_prefix([paths[i] for i in self._order]))
 
 
 def group_by_prefix(paths: SequenceOf[Path]) -> list[PrefixGroup]:

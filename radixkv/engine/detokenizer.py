@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -53,6 +54,12 @@ class IncrementalDetokenizer:
         self._sent = len(self._decode()) - is_open
         return new
 
+    def copy(self) -> IncrementalDetokenizer:
+        """Return one with the same ids, for a fork."""
+        copied = copy.copy(self)
+        copied._ids = list(self._ids)
+        return copied
+
     def flush(self) -> str:
         """Return what is left, an unfinished character as U+FFFD; call once, at the end."""
         new = self._decode()[self._sent :]
@@ -92,6 +99,10 @@ class StopMatcher:
         keep = max((_overlap(held, s) for s in self._stops), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], None
+
+    def copy(self) -> StopMatcher:
+        """Return one that holds back the same text, for a fork."""
+        return copy.copy(self)
 
     def flush(self) -> str:
         """Return the text still held back, when the answer ends for another reason."""

@@ -8,57 +8,47 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from radixkv.cache import RadixCache
-from radixkv.engine.batch import build_batch
+from radixkv.engine.answers import Output, chosen, ended_early, increment
+from radixkv.engine.batch import BatchBuilder
+from radixkv.engine.branch import Branch
+from radixkv.engine.cache_control import pin_computed
+from radixkv.engine.deadlines import Deadlines
 from radixkv.engine.detokenizer import Decoder
+from radixkv.engine.grammar import Grammar, GrammarState
+from radixkv.engine.grammar_compiler import GrammarCompiler, MaskWorker
 from radixkv.engine.kv_events import KVEventStream
-from radixkv.engine.request import EngineRequest
+from radixkv.engine.limits import Capacity, EngineLimits
+from radixkv.engine.request import EngineRequest, Status
 from radixkv.engine.runner import Runner
-from radixkv.engine.sampler import SampledToken, Sampler
-from radixkv.engine.scheduler import ScheduledChunk, Scheduler
-from radixkv.engine.stats import EngineStats, hit_rate, namespace_label
+from radixkv.engine.sampler import Expansion, SampledToken, Sampler
+from radixkv.engine.scheduler import ScheduledChunk, Scheduler, SchedulingOptions
+from radixkv.engine.snapshot import snapshot
+from radixkv.engine.stats import EngineStats
+from radixkv.engine.step_cost import load_of
+from radixkv.engine.swap import SwapSpace
 from radixkv.engine.tiering import Tiering
-from radixkv.errors import ContextLengthError, RequestRejectedError
-from radixkv.request import FinishReason, Namespace, RequestOutput, SamplingParams
+from radixkv.errors import GrammarError, RequestRejectedError
+from radixkv.request import (
+    FinishReason,
+    Namespace,
+    SamplingParams,
+)
 
 __all__ = ["Engine", "EngineLimits", "Output"]
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """Bounds of the engine.
-
-    Attributes:
-        max_model_len: tokens of prompt and answer together.
-        max_num_seqs: requests that run at once.
-        max_num_batched_tokens: tokens computed in one step.
-    """
-
-    max_model_len: int
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """An increment together with the request it belongs to."""
-
-    request_id: str
-    output: RequestOutput
-
-
 class Engine:
     """Owns the cache, the scheduler, the sampler and the runner. One thread drives it.
 
-    Every accepted request gets exactly one output with a `finish_reason`, and holds nothing after
-    it: finished, aborted and failed requests all leave through `_finish`.
+    Every accepted request gets exactly one output with a `finish_reason` per answer asked for, and
+    holds nothing after the last: finished, aborted and failed requests all leave through `_leave`.
     """
 
     def __init__(
@@ -71,6 +61,9 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         bytes_per_block: int = 0,
         tiers: Tiering | None = None,
+        swap: SwapSpace | None = None,
+        grammars: GrammarCompiler | None = None,
+        scheduling: SchedulingOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
@@ -81,16 +74,30 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         # A request alone in the pool must be able to finish.
         self.max_model_len = min(limits.max_model_len, cache.num_blocks * cache.block_size)
+        self.capacity = Capacity(
+            max_num_seqs=limits.max_num_seqs,
+            vocab_size=runner.vocab_size,
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            max_model_len=self.max_model_len,
+            shares=cache.enabled,
+        )
         self.scheduler = Scheduler(
             cache,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             tiers=tiers,
+            swap=swap,
+            options=scheduling,
         )
+        self.batches = BatchBuilder(cache)
+        self.deadlines = Deadlines(limits.request_timeout_s)
         self.tiers = tiers
         self.explanations = self.scheduler.explanations
         self.kv_events: KVEventStream | None = None
         self.sampler = Sampler(self.eos_token_ids)
+        self.grammars = grammars
+        self._masks = MaskWorker()
         self.requests: dict[str, EngineRequest] = {}
         self.finished: Counter[str] = Counter()
         self.num_rejected = 0
@@ -100,8 +107,8 @@ class Engine:
         self.num_steps = 0
         self.step_time_s = 0.0
         self._clock = clock
-        self._started = clock()
-        self._last_step = self._started
+        self.started = clock()
+        self.last_step = self.started
         self._next_order = 0
 
     @property
@@ -113,37 +120,9 @@ class Engine:
         """Return the prompt as `[n]` int32 if it can be accepted. Safe from any thread.
 
         Raises:
-            ContextLengthError: it leaves no room for an answer.
-            RequestRejectedError: it is empty or has ids outside the vocabulary.
+            ContextLengthError, RequestRejectedError: see `Capacity.check`.
         """
-        length = len(prompt_token_ids)
-        if length == 0:
-            raise RequestRejectedError("the prompt must not be empty", param="prompt")
-        if length >= self.max_model_len:
-            raise ContextLengthError(length, self.max_model_len)
-        try:
-            ids = np.asarray(prompt_token_ids)
-        except (ValueError, OverflowError):  # ragged, or beyond 64 bits
-            ids = np.empty(0, dtype=np.object_)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RequestRejectedError("token ids must be integers", param="prompt")
-        vocab = self.runner.vocab_size
-        if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-            raise RequestRejectedError(
-                f"token ids must be between 0 and {vocab - 1}, got "
-                f"{int(ids.min())}..{int(ids.max())}",
-                param="prompt",
-            )
-        for name, values in (
-            ("logit_bias", [i for i, _ in params.logit_bias]),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            for value in values:
-                if not 0 <= value < vocab:
-                    raise RequestRejectedError(
-                        f"{name} has token id {value}, outside 0..{vocab - 1}", param=name
-                    )
-        return ids.astype(np.int32)
+        return self.capacity.check(prompt_token_ids, params)
 
     def add_request(
         self,
@@ -153,38 +132,61 @@ class Engine:
         *,
         namespace: Namespace = (),
         arrival: float | None = None,
+        grammar: Grammar | None = None,
     ) -> EngineRequest:
         """Queue a request.
 
+        Args:
+            request_id: must be unique among live requests.
+            prompt_token_ids: `[n]`.
+            params: how to sample and when to stop.
+            namespace: KV is shared within equal namespaces only.
+            arrival: in seconds of the engine's clock; None is now.
+            grammar: that of `params`, if it is compiled already; else it is compiled here.
+
         Raises:
-            RequestRejectedError: see `validate`; or the id is in use.
+            RequestRejectedError: see `validate`; or the id is in use, or the grammar is refused.
         """
         prompt = self.validate(prompt_token_ids, params)  # type: ignore[arg-type]
         if request_id in self.requests:
             raise RequestRejectedError(f"request id {request_id!r} is in use")
-        max_total = self.max_model_len
+        if params.grammar is not None and grammar is None:
+            grammar = self.grammar_compiler().compile(params.grammar)
+        max_total = self.capacity.max_total_tokens(len(prompt), params.num_branches)
         if params.max_tokens is not None:
             max_total = min(max_total, len(prompt) + params.max_tokens)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         request = EngineRequest(
             request_id,
-            self.cache.create_sequence(prompt, namespace),
+            self.cache.create_sequence(prompt, namespace, priority=params.cache_priority),
             params,
             order=self._next_order,
             seed=seed,
             max_total_tokens=max_total,
             arrival=self._clock() if arrival is None else arrival,
             tokenizer=self.tokenizer,
+            grammar=grammar if params.grammar is not None else None,
         )
         self._next_order += 1
         self.requests[request_id] = request
         self.scheduler.add(request)
+        self.deadlines.add(request)
         return request
+
+    def grammar_compiler(self) -> GrammarCompiler:
+        """Return what compiles the grammars of requests. Safe from any thread.
+
+        Raises:
+            RequestRejectedError: the engine was built without.
+        """
+        if self.grammars is None:
+            raise RequestRejectedError("grammars are not supported by this engine", param="grammar")
+        return self.grammars
 
     def abort(self, request_id: str) -> list[Output]:
         """End a request now; nothing happens if it is unknown or has ended."""
         request = self.requests.get(request_id)
-        return [] if request is None else [self._finish(request, "abort")]
+        return [] if request is None else self._finish(request, "abort")
 
     def step(self, lock: AbstractContextManager[object] | None = None) -> list[Output]:
         """Run one step; return what it produced. An error in the model ends the step's requests.
@@ -195,153 +197,200 @@ class Engine:
         begin = self._clock()
         lock = nullcontext() if lock is None else lock
         with lock:
+            ended = self._end_overdue(begin)
             chunks = self.scheduler.schedule(begin)
             if chunks:
                 copies = self.cache.take_copies()
-                batch, chunks = build_batch(chunks, self.cache.block_size, copies)
+                batch, chunks = self.batches.build(chunks, copies)
         if self.tiers is not None:
             # What was evicted is still in its blocks, until the step writes to them.
             self.tiers.flush()
             if not chunks:
                 self.tiers.wait()
         if not chunks:
-            return []
+            return ended
         started = self._clock()
         try:
-            logits = self.runner.execute(batch)
+            with self._masks.computing(_grammars(chunks)):
+                logits = self.runner.execute(batch)
             with lock:
                 outputs = self._publish(chunks, logits)
         except Exception as error:  # one bad step must not take the other requests down
             log.exception("a step failed; its %d requests end with an error", len(chunks))
             with lock:
-                for chunk in chunks:
-                    # Whether the step's copies were made isn't known.
-                    chunk.request.sequence.free(keep_tail=False)
-                outputs = [self._fail(c.request, error) for c in chunks]
-        self._last_step = self._clock()
+                outputs = self._fail_step(chunks, error)
+        self.last_step = self._clock()
         self.num_steps += 1
-        self.step_time_s += self._last_step - begin
+        self.step_time_s += self.last_step - begin
+        load = load_of(batch.attention, len(batch.logits_rows))
+        self.scheduler.step_cost.record(load, self.last_step - begin)
         if self.tiers is not None:
             num_tokens = sum(chunk.count for chunk in chunks)
-            self.tiers.costs.record_step(num_tokens, self._last_step - started)
+            self.tiers.costs.record_step(num_tokens, self.last_step - started)
+        return ended + outputs
+
+    def _end_overdue(self, now: float) -> list[Output]:
+        """End the requests whose time is over, be they waiting or running."""
+        outputs: list[Output] = []
+        for request in self.deadlines.expired(now):
+            limit = self.deadlines.limit_of(request)
+            error = f"The answer was not complete within {limit:g} s"
+            outputs += self._finish(request, "timeout", error=error)
         return outputs
 
     def _publish(self, chunks: list[ScheduledChunk], logits: torch.Tensor) -> list[Output]:
-        """File what was computed, and take one token for every request that is due one."""
-        due = [c.request for c in chunks if c.samples]
-        tokens = self._sample(logits, due)
+        """File what was computed, and take one token for every branch that is due one."""
+        branches, rows, searches = self._due(chunks)
+        with torch.inference_mode():
+            # Before `_sample`, which changes the logits.
+            candidates = [self._expand(request, logits, searches[request]) for request in searches]
+            if rows != list(range(len(logits))):
+                logits = logits[rows]
+            tokens = self.sampler.sample(logits, branches) if branches else []
         for chunk in chunks:
             self._count_computed(chunk)
-            chunk.request.sequence.commit(chunk.start + chunk.count)
+            chunk.branch.sequence.commit(chunk.start + chunk.count)
+        for branch in branches:
+            first = branch.request.branches[0]
+            if branch is not first and branch.sequence is first.sequence:
+                branch.sequence = first.sequence.fork()
+                branch.num_ever_computed = first.num_ever_computed
         now = self._clock()
-        outputs = []
-        for request, token in zip(due, tokens, strict=True):
+        outputs: list[Output] = []
+        for branch, token in zip(branches, tokens, strict=True):
+            if branch.request.status is Status.FINISHED:
+                continue  # it failed with a sibling
             try:
-                outputs.append(self._accept(request, token, now))
+                outputs += self._accept(branch, token, now)
             except Exception as error:  # a tokenizer's failure is this request's alone
+                log.exception("request %s failed", branch.request.request_id)
+                outputs += self._fail(branch.request, error)
+        for request, expansions in zip(searches, candidates, strict=True):
+            try:
+                outputs += self._advance(request, expansions, now)
+            except Exception as error:
                 log.exception("request %s failed", request.request_id)
-                outputs.append(self._fail(request, error))
+                outputs += self._fail(request, error)
         return outputs
 
-    def _sample(self, logits: torch.Tensor, requests: list[EngineRequest]) -> list[SampledToken]:
-        with torch.inference_mode():
-            return self.sampler.sample(logits, requests) if requests else []
+    def _due(
+        self, chunks: list[ScheduledChunk]
+    ) -> tuple[list[Branch], list[int], dict[EngineRequest, dict[Branch, int]]]:
+        """Return the branches that draw a token, the row of logits of each, and the beams' rows.
+
+        Here a request whose prompt is computed gets its other branches; they draw from the one row
+        of logits there is.
+        """
+        branches: list[Branch] = []
+        rows: list[int] = []
+        searches: dict[EngineRequest, dict[Branch, int]] = {}
+        sampling = (chunk.branch for chunk in chunks if chunk.samples)
+        for row, branch in enumerate(sampling):
+            request = branch.request
+            if request.beams is not None:
+                searches.setdefault(request, {})[branch] = row
+                continue
+            made = request.branch_out() or [branch]
+            branches += made
+            rows += [row] * len(made)
+        return branches, rows, searches
+
+    def _expand(
+        self, request: EngineRequest, logits: torch.Tensor, rows: dict[Branch, int]
+    ) -> list[Expansion]:
+        assert request.beams is not None
+        count = request.beams.num_candidates(self.eos_token_ids)
+        # All beams are in the step, and equal scores are ranked by the beam.
+        beams = request.live
+        return self.sampler.expand(logits[[rows[b] for b in beams]], beams, count)
+
+    def _advance(
+        self, request: EngineRequest, candidates: list[Expansion], now: float
+    ) -> list[Output]:
+        """Let a beam search choose; return its answers if that was the last step."""
+        assert request.beams is not None
+        self._note_time(request, request.live[0], now)
+        self.tokens_generated += request.beams.advance(candidates, self.eos_token_ids)
+        for branch in request.live:
+            branch.last_token_time = now
+        if request.live:
+            return []
+        self._leave(request, request.ranked()[0].finish_reason or "stop")
+        return chosen(request)
 
     def _count_computed(self, chunk: ScheduledChunk) -> None:
-        request, end = chunk.request, chunk.start + chunk.count
-        new = max(chunk.start, request.num_ever_computed)
+        branch, end = chunk.branch, chunk.start + chunk.count
+        new = max(chunk.start, branch.num_ever_computed)
         self.tokens_recomputed += max(0, min(end, new) - chunk.start)
-        self.tokens_computed += max(0, min(end, request.num_prompt_tokens) - new)
-        request.num_ever_computed = max(end, request.num_ever_computed)
+        self.tokens_computed += max(0, min(end, branch.request.num_prompt_tokens) - new)
+        branch.num_ever_computed = max(end, branch.num_ever_computed)
 
-    def _accept(self, request: EngineRequest, token: SampledToken, now: float) -> Output:
+    def _accept(self, branch: Branch, token: SampledToken, now: float) -> list[Output]:
         """Append a token, decide whether the answer ends, and say what is new."""
-        params, token_id = request.params, token.token_id
-        request.sequence.append((token_id,))
-        if request.penalties is not None:
-            request.penalties.count(token_id)
+        request = branch.request
+        branch.append(token.token_id)
         self.tokens_generated += 1
+        self._note_time(request, branch, now)
+        branch.last_token_time = now
+        if token.logprob is not None:
+            branch.cumulative_logprob += token.logprob.logprob
+        text = branch.read(token.token_id, self.eos_token_ids)
+        if branch.finish_reason is not None:
+            self.scheduler.release(branch)
+            if not request.live:
+                self._leave(request, branch.finish_reason)
+        if request.params.holds_back:
+            branch.keep(text, token.logprob)
+            return [] if request.live else chosen(request)
+        logprobs = None if token.logprob is None else (token.logprob,)
+        return [increment(branch, text, (token.token_id,), logprobs)]
+
+    def _note_time(self, request: EngineRequest, branch: Branch, now: float) -> None:
+        """Note when a branch got a token, `last_token_time` being that of the one before."""
         timings = request.timings
         if timings.first_token is None:
             timings.first_token = now
-        elif timings.last_token is not None:
-            timings.inter_token.append(now - timings.last_token)
+            if request.params.cache_pin_ttl is not None:
+                prompt = branch.sequence.token_ids[: request.num_prompt_tokens]
+                ttl_s = request.params.cache_pin_ttl
+                pin_computed(self.cache, prompt, request.namespace, ttl_s, request.request_id)
+        elif branch.last_token_time is not None:
+            timings.inter_token.append(now - branch.last_token_time)
         timings.last_token = now
 
-        text, stop = "", None
-        logprobs = None if token.logprob is None else (token.logprob,)
-        may_stop = request.num_output_tokens >= params.min_tokens
-        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
-        if may_stop and (is_eos or token_id in params.stop_token_ids):
-            # The end token is not part of the text.
-            reason: FinishReason | None = "stop"
-            stop_reason: str | int | None = None if is_eos else token_id
-        else:
-            text, stop = request.stop_matcher.push(request.detokenizer.push(token_id))
-            reason, stop_reason = ("stop", stop) if stop is not None else (None, None)
-        if reason is None and len(request.sequence) >= request.max_total_tokens:
-            reason = "length"
-        if reason is None:
-            return Output(request.request_id, self._output(request, text, token_id, logprobs))
-        if stop is None:
-            more, stop = request.stop_matcher.push(request.detokenizer.flush())
-            text += more
-            if stop is not None:
-                reason, stop_reason = "stop", stop
-            else:
-                text += request.stop_matcher.flush()
-        return self._finish(
-            request,
-            reason,
-            last=self._output(request, text, token_id, logprobs),
-            stop_reason=stop_reason,
-        )
+    def _fail_step(self, chunks: list[ScheduledChunk], error: Exception) -> list[Output]:
+        """End all requests that a failed step may have left without their copies."""
+        failed = {c.branch.request.order: c.branch.request for c in chunks}
+        # A branch that was just opened may be owed a copy and yet have no chunk.
+        failed |= {r.order: r for r in self.scheduler.running.values() if len(r.live) > 1}
+        outputs: list[Output] = []
+        for request in failed.values():
+            for branch in request.live:
+                branch.sequence.free(keep_tail=False)
+            outputs += self._fail(request, error)
+        return outputs
 
-    def _output(
-        self, request: EngineRequest, text: str, token_id: int, logprobs: object
-    ) -> RequestOutput:
-        return RequestOutput(
-            text=text,
-            token_ids=(token_id,),
-            logprobs=logprobs,  # type: ignore[arg-type]
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            num_completion_tokens=request.num_output_tokens,
-        )
-
-    def _fail(self, request: EngineRequest, error: Exception) -> Output:
-        return self._finish(request, "error", error=f"internal error: {type(error).__name__}")
+    def _fail(self, request: EngineRequest, error: Exception) -> list[Output]:
+        message = f"internal error: {type(error).__name__}"
+        if isinstance(error, GrammarError):
+            message = f"the answer can't follow its grammar: {error}"
+        return self._finish(request, "error", error=message)
 
     def _finish(
-        self,
-        request: EngineRequest,
-        reason: FinishReason,
-        *,
-        last: RequestOutput | None = None,
-        stop_reason: str | int | None = None,
-        error: str | None = None,
-    ) -> Output:
-        """The only way out: release everything and make the last output."""
+        self, request: EngineRequest, reason: FinishReason, *, error: str | None = None
+    ) -> list[Output]:
+        """End a request before its time: every answer that has not ended ends for this reason."""
+        self._leave(request, reason)
+        return ended_early(request, reason, error)
+
+    def _leave(self, request: EngineRequest, reason: FinishReason) -> None:
+        """Release everything; the only way out."""
         self.scheduler.remove(request)
-        del self.requests[request.request_id]
-        request.finish_reason = reason
+        self.deadlines.discard(request)
+        request.live.clear()
+        self.requests.pop(request.request_id, None)
         request.timings.finished = self._clock()
         self.finished[reason] += 1
-        return Output(
-            request.request_id,
-            RequestOutput(
-                text=last.text if last else "",
-                token_ids=last.token_ids if last else (),
-                logprobs=last.logprobs if last else None,
-                finish_reason=reason,
-                stop_reason=stop_reason,
-                error=error,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_cached_tokens=request.num_cached_tokens or 0,
-                num_completion_tokens=request.num_output_tokens,
-                timings=request.timings,
-            ),
-        )
 
     def flush_kv_events(self) -> None:
         """Publish what the cache stored and removed since the last call, if anyone wants it."""
@@ -361,60 +410,16 @@ class Engine:
                 log.exception("the tiers of the cache can't be closed in order")
         if self.kv_events is not None:
             self.kv_events.close()
+        if self.grammars is not None:
+            self.grammars.close()
+        self._masks.close()
 
     def stats(self) -> EngineStats:
         """Return a snapshot of all counters."""
-        cache, stats, now = self.cache, self.cache.stats, self._clock()
-        waiting = self.scheduler.waiting
-        windows = {"all": (stats.tokens_looked_up, stats.tokens_hit)}
-        windows |= {name: stats.window(name) for name in stats.windows}
-        return EngineStats(
-            uptime_s=now - self._started,
-            num_running=len(self.scheduler.running),
-            num_waiting=len(waiting),
-            oldest_wait_s=now - waiting.peekitem(0)[1].timings.arrival if waiting else 0.0,
-            tokens_looked_up=stats.tokens_looked_up,
-            tokens_hit=stats.tokens_hit,
-            tokens_rehit=stats.tokens_rehit,
-            tokens_computed=self.tokens_computed,
-            tokens_recomputed=self.tokens_recomputed,
-            tokens_generated=self.tokens_generated,
-            requests_admitted=self.scheduler.num_admitted,
-            requests_rejected=self.num_rejected,
-            requests_finished=dict(self.finished),
-            preemptions=self.scheduler.num_preemptions,
-            block_size=cache.block_size,
-            bytes_per_block=self.bytes_per_block,
-            blocks_total=cache.num_blocks,
-            blocks_free=cache.num_free_blocks,
-            blocks_cached=cache.num_evictable_blocks,
-            blocks_referenced=cache.num_referenced_blocks,
-            evicted_blocks=stats.blocks_evicted,
-            copied_blocks=stats.blocks_copied,
-            nodes=cache.tree.num_nodes,
-            leaves=len(cache.evictor),
-            steps=self.num_steps,
-            step_time_s=self.step_time_s,
-            last_step_age_s=now - self._last_step,
-            windows={
-                name: {"looked_up": looked_up, "hit": hit, "hit_rate": hit_rate(hit, looked_up)}
-                for name, (looked_up, hit) in windows.items()
-            },
-            namespaces={
-                namespace_label(namespace): {
-                    "requests": entry.requests,
-                    "looked_up": entry.tokens_looked_up,
-                    "hit": entry.tokens_hit,
-                    "hit_rate": hit_rate(entry.tokens_hit, entry.tokens_looked_up),
-                    "blocks": self._namespace_blocks(namespace),
-                }
-                for namespace, entry in stats.namespaces.items()
-            },
-            kv_events=self.kv_events.counters() if self.kv_events is not None else {},
-            tokens_hit_by_tier=dict(self.scheduler.tokens_hit_by_tier),
-            tiers=self.tiers.stats() if self.tiers is not None else {},
-        )
+        return snapshot(self, self._clock())
 
-    def _namespace_blocks(self, namespace: Namespace) -> int:
-        root = self.cache.tree.roots.get(namespace)
-        return root.root.num_blocks if root is not None else 0
+
+def _grammars(chunks: Sequence[ScheduledChunk]) -> list[GrammarState]:
+    """Return the states of the answers that draw a token in a step."""
+    states = (chunk.branch.grammar for chunk in chunks if chunk.samples)
+    return [state for state in states if state is not None]

@@ -61,7 +61,7 @@ class ExplanationLog:
         """Keep the explanation of a request that is admitted for the first time."""
         self._entries[request.request_id] = RequestExplanation(
             request.request_id,
-            request.sequence.namespace,
+            request.namespace,
             self._wall_clock(),
             request.num_prompt_tokens,
             num_cached,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,15 +16,23 @@ from radixkv.config import ServeConfig, format_bytes
 from radixkv.engine.async_engine import AsyncEngine
 from radixkv.engine.batch import ForwardBatch
 from radixkv.engine.engine import Engine, EngineLimits
-from radixkv.engine.kv_events import KVEventStream, ZmqEventPublisher
+from radixkv.engine.grammar_compiler import GrammarCompiler
+from radixkv.engine.kv_events import KVEventStream
+from radixkv.engine.kv_publisher import ZmqEventPublisher
 from radixkv.engine.runner import ModelRunner
+from radixkv.engine.scheduler import SchedulingOptions
+from radixkv.engine.swap_setup import build_swap
 from radixkv.engine.tiering_setup import build_tiering
 from radixkv.errors import ConfigError
 from radixkv.model.attention import AttentionMetadata
+from radixkv.model.backends import build_attention, choose_attention, resolve_device
 from radixkv.model.config import ModelConfig
-from radixkv.model.cpu_attention import CpuAttention
+from radixkv.model.cuda_graphs import CudaGraphCapture, DecodeGraphs
 from radixkv.model.kv_pool import KVPool, kv_bytes_per_block
 from radixkv.model.loader import LoadedModel, load_model
+from radixkv.model.progress import progress
+from radixkv.model.triton_attention import TritonAttention
+from radixkv.request import Namespace
 
 __all__ = ["BuiltEngine", "assemble_engine", "available_memory", "build_engine"]
 
@@ -32,6 +41,10 @@ AUTO_KV_CACHE_SHARE = 3  # auto takes at most this part of the available memory
 # A step is as long as its tokens, and every running answer waits for it: on a CPU this keeps the
 # gap between two tokens small, and larger chunks are hardly faster per token.
 AUTO_BATCHED_TOKENS = 256
+# A GPU computes as many in the time that it takes to read the weights a few times.
+AUTO_BATCHED_TOKENS_GPU = 2048
+# Of what a warm-up leaves free on a GPU. The rest is for CUDA graphs and fragmentation.
+AUTO_KV_CACHE_SHARE_GPU = 0.9
 WARM_UP_TOKENS = 32
 
 
@@ -43,6 +56,8 @@ class BuiltEngine:
         num_blocks, bytes_per_block, kv_bytes: the KV pool.
         weight_bytes: the weights in memory.
         dtype: name of the type of weights and KV.
+        device: where the model runs, such as "cpu" or "cuda:0".
+        attention: "cpu" or "triton".
     """
 
     engine: AsyncEngine
@@ -51,6 +66,8 @@ class BuiltEngine:
     bytes_per_block: int
     weight_bytes: int
     dtype: str
+    device: str
+    attention: str
 
     @property
     def kv_bytes(self) -> int:
@@ -58,11 +75,17 @@ class BuiltEngine:
         return self.num_blocks * self.bytes_per_block
 
 
-def build_engine(config: ServeConfig, *, console: Console | None = None) -> BuiltEngine:
+def build_engine(
+    config: ServeConfig,
+    *,
+    quotas: Mapping[Namespace, float] | None = None,
+    console: Console | None = None,
+) -> BuiltEngine:
     """Load the model, size the pool, and warm up.
 
     Args:
         config: checked options.
+        quotas: shares of the pool that namespaces have instead of `config.namespace_quota`.
         console: where progress is shown; None is stderr.
 
     Raises:
@@ -73,16 +96,28 @@ def build_engine(config: ServeConfig, *, console: Console | None = None) -> Buil
     loaded = load_model(
         config.model,
         dtype=config.dtype,
-        device=config.device,
+        device=str(resolve_device(config.device)),
         load_format=config.load_format,
         max_model_len=config.max_model_len,
         console=console,
     )
-    return assemble_engine(loaded, config)
+    return assemble_engine(loaded, config, quotas=quotas, console=console)
 
 
-def assemble_engine(loaded: LoadedModel, config: ServeConfig) -> BuiltEngine:
+def assemble_engine(
+    loaded: LoadedModel,
+    config: ServeConfig,
+    *,
+    quotas: Mapping[Namespace, float] | None = None,
+    console: Console | None = None,
+) -> BuiltEngine:
     """Put an engine around a loaded model; several engines may share one model's weights.
+
+    Args:
+        loaded: the model; the engine runs where its weights are.
+        config: checked options.
+        quotas: as for `build_engine`.
+        console: where progress is shown; None is stderr.
 
     Raises:
         ConfigError: as for `build_engine`.
@@ -91,33 +126,55 @@ def assemble_engine(loaded: LoadedModel, config: ServeConfig) -> BuiltEngine:
     bytes_per_block = kv_bytes_per_block(
         model.num_layers, config.block_size, model.num_kv_heads, model.head_dim, dtype
     )
-    num_blocks = _num_blocks(config, bytes_per_block)
+    device = loaded.decoder.device
+    attention_name = choose_attention(config.attention, device)
+    max_num_batched_tokens = config.max_num_batched_tokens or max(
+        AUTO_BATCHED_TOKENS if device.type == "cpu" else AUTO_BATCHED_TOKENS_GPU,
+        config.max_num_seqs,
+    )
+
+    def make_runner(num_blocks: int) -> ModelRunner:
+        pool = KVPool(
+            model.num_layers,
+            num_blocks,
+            config.block_size,
+            model.num_kv_heads,
+            model.head_dim,
+            dtype,
+            device,
+        )
+        return ModelRunner(
+            loaded.decoder, pool, build_attention(attention_name, pool, model, dtype)
+        )
+
+    if device.type == "cpu":
+        available = available_memory()
+        auto_memory = min(AUTO_KV_CACHE_LIMIT, available // AUTO_KV_CACHE_SHARE)
+    else:
+        available = _free_gpu_memory(
+            make_runner, config.block_size, max_num_batched_tokens, config.max_num_seqs
+        )
+        auto_memory = int(available * AUTO_KV_CACHE_SHARE_GPU)
+    memory = auto_memory if config.kv_cache_memory is None else config.kv_cache_memory
+    num_blocks = _num_blocks(memory, bytes_per_block, available)
     max_model_len = _max_model_len(config, model, num_blocks * config.block_size)
-    pool = KVPool(
-        model.num_layers,
-        num_blocks,
-        config.block_size,
-        model.num_kv_heads,
-        model.head_dim,
-        dtype,
-        config.device,
-    )
-    attention = CpuAttention(
-        pool,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        scale=model.head_dim**-0.5,
-    )
-    runner = ModelRunner(loaded.decoder, pool, attention)
-    _warm_up(runner, pool)
+    runner = make_runner(num_blocks)
+    pool = runner.pool
+    if device.type != "cpu" and config.cuda_graphs:
+        runner.graphs = _record_graphs(runner, config.max_num_seqs, max_model_len, console)
+    else:
+        # One token compiles the decode kernel; interpreted, more would take seconds.
+        _warm_up(runner, WARM_UP_TOKENS if attention_name == "cpu" else 1)
     cache = RadixCache(
         num_blocks,
         config.block_size,
         enabled=config.prefix_caching,
         policy=config.eviction_policy,
+        pin_share=config.pin_share,
+        quotas=quotas,
         default_quota=config.namespace_quota,
     )
+    eos_token_ids = loaded.tokenizer.eos_token_ids | set(model.eos_token_ids)
     engine = Engine(
         runner,
         loaded.tokenizer,
@@ -125,18 +182,27 @@ def assemble_engine(loaded: LoadedModel, config: ServeConfig) -> BuiltEngine:
         EngineLimits(
             max_model_len,
             config.max_num_seqs,
-            config.max_num_batched_tokens or max(AUTO_BATCHED_TOKENS, config.max_num_seqs),
+            max_num_batched_tokens,
+            config.request_timeout,
         ),
-        eos_token_ids=loaded.tokenizer.eos_token_ids | set(model.eos_token_ids),
+        eos_token_ids=eos_token_ids,
+        grammars=GrammarCompiler(loaded.tokenizer, runner.vocab_size, eos_token_ids),
         bytes_per_block=bytes_per_block,
-        # The pool takes its memory only as its blocks are used.
-        tiers=build_tiering(loaded, config, pool, cache, available_memory() - pool.nbytes),
+        # On a CPU the pool takes its memory only as its blocks are used.
+        tiers=build_tiering(loaded, config, pool, cache, _host_memory(pool)),
+        swap=build_swap(config, pool, cache, _host_memory(pool) - config.host_cache_memory),
+        scheduling=SchedulingOptions(
+            policy=config.scheduling_policy,
+            max_skip_s=config.max_queue_skip,
+            itl_target_s=None if config.itl_target is None else config.itl_target / 1000,
+            preemption_mode=config.preemption_mode,
+        ),
     )
     if config.kv_events is not None:
         publisher = ZmqEventPublisher(
             config.kv_events, replay_endpoint=config.kv_events_replay, topic=config.kv_events_topic
         )
-        engine.kv_events = KVEventStream(engine.cache, publisher)
+        engine.kv_events = KVEventStream(engine.cache, publisher, engine.tiers)
     return BuiltEngine(
         engine=AsyncEngine(
             engine,
@@ -149,6 +215,8 @@ def assemble_engine(loaded: LoadedModel, config: ServeConfig) -> BuiltEngine:
         bytes_per_block=bytes_per_block,
         weight_bytes=loaded.weight_bytes,
         dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        attention=attention_name,
     )
 
 
@@ -162,12 +230,12 @@ def available_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def _num_blocks(config: ServeConfig, bytes_per_block: int) -> int:
-    available = available_memory()
-    if config.kv_cache_memory is None:
-        memory = min(AUTO_KV_CACHE_LIMIT, available // AUTO_KV_CACHE_SHARE)
-    else:
-        memory = config.kv_cache_memory
+def _host_memory(pool: KVPool) -> int:
+    """Return the bytes of host memory that are left when the pool is full."""
+    return available_memory() - (pool.nbytes if pool.device.type == "cpu" else 0)
+
+
+def _num_blocks(memory: int, bytes_per_block: int, available: int) -> int:
     if not 2 * bytes_per_block <= memory <= available:
         raise ConfigError(
             f"--kv-cache-memory must be from {format_bytes(2 * bytes_per_block)} (two blocks of "
@@ -193,9 +261,10 @@ def _max_model_len(config: ServeConfig, model: ModelConfig, num_slots: int) -> i
     return config.max_model_len
 
 
-def _warm_up(runner: ModelRunner, pool: KVPool) -> None:
-    """Run one small prefill, so that the first request doesn't pay for lazy initialisation."""
-    count = min(WARM_UP_TOKENS, pool.num_blocks * pool.block_size)
+def _warm_up(runner: ModelRunner, num_tokens: int, num_logits: int = 1) -> None:
+    """Run one prefill, so that the first request doesn't pay for lazy initialisation."""
+    pool = runner.pool
+    count = min(num_tokens, pool.num_blocks * pool.block_size)
     blocks = -(-count // pool.block_size)
     metadata = AttentionMetadata(
         query_start_loc=np.array([0, count], dtype=np.int32),
@@ -203,11 +272,53 @@ def _warm_up(runner: ModelRunner, pool: KVPool) -> None:
         block_tables=(np.arange(blocks, dtype=np.int32),),
         slot_mapping=np.arange(count, dtype=np.int64),
     )
-    positions = np.arange(count, dtype=np.int64)
+    rows = np.arange(count, dtype=np.int64)
     batch = ForwardBatch(
         token_ids=np.zeros(count, dtype=np.int64),
-        positions=positions,
-        logits_rows=positions[-1:],
+        positions=rows % runner.decoder.max_positions,
+        logits_rows=rows[-num_logits:],
         attention=metadata,
     )
-    runner.execute(batch)
+    runner.launch(batch).result()
+
+
+def _free_gpu_memory(
+    make_runner: Callable[[int], ModelRunner], block_size: int, num_tokens: int, num_logits: int
+) -> int:
+    """Return the bytes of GPU memory that the largest step leaves free, by running one."""
+    runner = make_runner(-(-num_tokens // block_size))
+    device = runner.pool.device
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    _warm_up(runner, num_tokens, num_logits)
+    needed = torch.cuda.max_memory_allocated(device) - before
+    del runner
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0]) - needed
+
+
+def _record_graphs(
+    runner: ModelRunner, max_num_seqs: int, max_model_len: int, console: Console | None
+) -> DecodeGraphs:
+    decoder, attention = runner.decoder, runner.attention
+    assert isinstance(attention, TritonAttention)
+
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> None:
+        decoder.forward(token_ids, positions, attention, None, out=logits)
+
+    graphs = DecodeGraphs(
+        forward,
+        attention,
+        CudaGraphCapture(runner.pool.device),
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        vocab_size=runner.vocab_size,
+    )
+    with (
+        torch.inference_mode(),
+        progress("Recording CUDA graphs", len(graphs.warm_up_shapes), console=console) as task,
+    ):
+        for shape in graphs.warm_up_shapes:
+            graphs.record(shape)
+            task.advance()
+    return graphs

@@ -1,6 +1,8 @@
-"""Repetition, presence and frequency penalties of one request."""
+"""Repetition, presence and frequency penalties of one branch."""
 
 from __future__ import annotations
+
+import copy
 
 import torch
 
@@ -13,8 +15,8 @@ __all__ = ["Penalties"]
 class Penalties:
     """Owns which tokens the prompt has and how often each was generated.
 
-    Kept for the life of the request, preemption included: what was generated before a preemption
-    still counts as output when the request is resumed.
+    Kept for the life of the branch, preemption included: what was generated before a preemption
+    still counts as output when it is resumed.
     """
 
     def __init__(self, prompt_ids: Int32Array) -> None:
@@ -23,6 +25,12 @@ class Penalties:
     def count(self, token_id: int) -> None:
         """Note a generated token."""
         self._seen[token_id] = self._seen.get(token_id, 0) + 1
+
+    def copy(self) -> Penalties:
+        """Return one with the same counts, for a fork."""
+        copied = copy.copy(self)
+        copied._seen = dict(self._seen)
+        return copied
 
     def apply(self, logits: torch.Tensor, params: SamplingParams) -> None:
         """Change one row of logits in place.

@@ -1,7 +1,8 @@
-"""Chooses the next token of every request that is due one."""
+"""Chooses the next token of every branch that is due one."""
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from xxhash import xxh3_64_intdigest
 
-from radixkv.engine.request import EngineRequest
+from radixkv.engine.branch import Branch
 from radixkv.request import SamplingParams, TokenLogprob
 
-__all__ = ["SampledToken", "Sampler", "uniform"]
+__all__ = ["Expansion", "SampledToken", "Sampler", "uniform"]
 
 # A nucleus is first looked for among this many most likely tokens; sorting all of them is the
 # fallback.
@@ -29,6 +30,21 @@ class SampledToken:
     logprob: TokenLogprob | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """A possible next token of a branch.
+
+    Attributes:
+        score: log-probability of the branch with this token.
+        logprob: of the token, if the request asked for it.
+    """
+
+    branch: Branch
+    token_id: int
+    score: float
+    logprob: TokenLogprob | None = None
+
+
 def uniform(seed: int, position: int) -> float:
     """Return a number in [0, 1) that depends on the seed and the position only.
 
@@ -40,45 +56,101 @@ def uniform(seed: int, position: int) -> float:
 
 
 class Sampler:
-    """Turns logits into tokens. Each row depends on its own request only, never on the batch."""
+    """Turns logits into tokens. Each row depends on its own branch only, never on the batch."""
 
     def __init__(self, eos_token_ids: Iterable[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
 
-    def sample(self, logits: torch.Tensor, requests: Sequence[EngineRequest]) -> list[SampledToken]:
+    def sample(self, logits: torch.Tensor, branches: Sequence[Branch]) -> list[SampledToken]:
         """Choose one token per row.
 
         Args:
             logits: `[num_rows, vocab]` float32; changed in place.
-            requests: the request of each row.
+            branches: the branch of each row.
         """
-        logprobs = [self._raw_logprobs(logits[i], r.params) for i, r in enumerate(requests)]
-        for row, request in enumerate(requests):
-            self._adjust(logits[row], request)
-        token_ids = logits.argmax(dim=-1)
-        drawn = [i for i, r in enumerate(requests) if not r.params.is_greedy]
+        logprobs = [
+            logits[i].log_softmax(dim=-1) if _wants_logprobs(b.params) else None
+            for i, b in enumerate(branches)
+        ]
+        for row, branch in enumerate(branches):
+            if self._is_adjusted(branch):
+                self._adjust(logits[row], branch)
+        token_ids = _most_likely(logits)
+        drawn = [i for i, b in enumerate(branches) if not b.params.is_greedy]
         if drawn:
             rows = torch.tensor(drawn, device=logits.device)
-            token_ids[rows] = _draw(logits[rows], [requests[i] for i in drawn])
+            token_ids[rows] = _draw(logits[rows], [branches[i] for i in drawn])
         return [
-            SampledToken(token_id, _describe(token_id, raw, request.params))
-            for token_id, raw, request in zip(token_ids.tolist(), logprobs, requests, strict=True)
+            SampledToken(token_id, _describe(token_id, raw, branch.params))
+            for token_id, raw, branch in zip(token_ids.tolist(), logprobs, branches, strict=True)
         ]
 
-    def _raw_logprobs(self, logits: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
-        return None if params.logprobs is None else logits.log_softmax(dim=-1)
+    def expand(
+        self, logits: torch.Tensor, branches: Sequence[Branch], count: int
+    ) -> list[Expansion]:
+        """Return the `count` most likely continuations by one token of any of the branches.
 
-    def _adjust(self, logits: torch.Tensor, request: EngineRequest) -> None:
-        params = request.params
-        if request.penalties is not None:
-            request.penalties.apply(logits, params)
+        Penalties, biases and masks change the log-probabilities, which aren't normalized again.
+
+        Args:
+            logits: `[num_branches, vocab]` float32; not changed.
+            branches: of one request; their `cumulative_logprob` counts.
+            count: how many, best first; fewer if there aren't as many, or the others are masked.
+        """
+        raw = logits.log_softmax(dim=-1)
+        scores = raw.clone()
+        for row, branch in enumerate(branches):
+            self._adjust(scores[row], branch)
+        before = [b.cumulative_logprob for b in branches]
+        scores += torch.tensor(before, dtype=scores.dtype, device=scores.device)[:, None]
+        values, places = scores.flatten().topk(min(count, scores.numel()))
+        expansions = []
+        for score, place in zip(values.tolist(), places.tolist(), strict=True):
+            if score == -math.inf:
+                break
+            row, token_id = divmod(place, scores.shape[-1])
+            params = branches[row].params
+            wanted = raw[row] if params.logprobs is not None else None
+            logprob = _describe(token_id, wanted, params)
+            expansions.append(Expansion(branches[row], token_id, score, logprob))
+        return expansions
+
+    def _is_adjusted(self, branch: Branch) -> bool:
+        """Whether `_adjust` does anything."""
+        params = branch.params
+        return (
+            branch.penalties is not None
+            or branch.grammar is not None
+            or bool(params.logit_bias)
+            or branch.num_output_tokens < params.min_tokens
+        )
+
+    def _adjust(self, logits: torch.Tensor, branch: Branch) -> None:
+        params = branch.params
+        if branch.penalties is not None:
+            branch.penalties.apply(logits, params)
         if params.logit_bias:
             ids, biases = zip(*params.logit_bias, strict=True)
             index = torch.tensor(ids, device=logits.device)
             logits[index] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
-        if request.num_output_tokens < params.min_tokens:
+        if branch.grammar is not None:  # it knows of min_tokens
+            allowed = torch.from_numpy(branch.grammar.allowed(branch.num_output_tokens))
+            logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
+        elif branch.num_output_tokens < params.min_tokens:
             ends = [*params.stop_token_ids, *self._eos_token_ids]
             logits[torch.tensor(ends, dtype=torch.int64, device=logits.device)] = -torch.inf
+
+
+def _wants_logprobs(params: SamplingParams) -> bool:
+    return params.logprobs is not None or params.holds_back
+
+
+def _most_likely(logits: torch.Tensor) -> torch.Tensor:
+    """Return the greedy token of each row, `[num_rows]` int64."""
+    if logits.device.type == "cpu":
+        # On a CPU torch's own compares one number at a time, numpy's a vector of them.
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
 
 
 def _describe(
@@ -93,18 +165,18 @@ def _describe(
     return TokenLogprob(token_id, float(raw[token_id]), top)
 
 
-def _draw(logits: torch.Tensor, requests: Sequence[EngineRequest]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, branches: Sequence[Branch]) -> torch.Tensor:
     """Draw one token id per row from the filtered distribution; `[num_rows]` int64."""
     temperatures = torch.tensor(
-        [r.params.temperature for r in requests], dtype=torch.float32, device=logits.device
+        [b.params.temperature for b in branches], dtype=torch.float32, device=logits.device
     )
     # Subtracting the maximum first keeps a tiny temperature from overflowing.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None]
     probs = logits.softmax(dim=-1)
-    draws = [uniform(r.seed, r.num_output_tokens) for r in requests]
-    token_ids = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
-    for row, (request, draw) in enumerate(zip(requests, draws, strict=True)):
-        params = request.params
+    draws = [uniform(b.seed, b.num_output_tokens) for b in branches]
+    token_ids = torch.empty(len(branches), dtype=torch.int64, device=logits.device)
+    for row, (branch, draw) in enumerate(zip(branches, draws, strict=True)):
+        params = branch.params
         if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
             token_ids[row] = _invert_cdf(probs[row], draw)
         else:

@@ -1,47 +1,79 @@
-"""Decides what each step computes: who is admitted, who waits, who is preempted."""
+"""Decides what each step computes: who runs, how much of each prompt, who is preempted."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from sortedcontainers import SortedDict
 
 from radixkv.cache import RadixCache
-from radixkv.cache.explain import Explanation
-from radixkv.engine.explanations import ExplanationLog
+from radixkv.engine.admission import Admission
+from radixkv.engine.branch import Branch
 from radixkv.engine.request import EngineRequest, Status
-from radixkv.engine.tiering import TIERS, Tiering
-from radixkv.engine.tiering_plan import LoadPlan
+from radixkv.engine.step_cost import StepCost, StepRoom
+from radixkv.engine.swap import SwapSpace
+from radixkv.engine.tiering import Tiering
 from radixkv.errors import OutOfBlocksError
+from radixkv.request import Namespace
 
-__all__ = ["ScheduledChunk", "Scheduler"]
+__all__ = ["PREEMPTION_MODES", "ScheduledChunk", "Scheduler", "SchedulingOptions"]
+
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """Tokens `start` to `start + count` of a request, computed in one step.
+class SchedulingOptions:
+    """How to choose among requests.
 
-    The step yields a new token for the request if the chunk reaches the end of its tokens.
+    Attributes:
+        policy: the order of those that wait, see `WaitingQueue`.
+        max_skip_s: with policy "cache-aware", how long others may go before the oldest.
+        itl_target_s: how long a step with decodes should take; None is no limit.
+        preemption_mode: whether a preempted request's KV is copied to the swap space: "swap" if
+            there is room, "auto" if that is also estimated to be faster than computing it again.
     """
 
-    request: EngineRequest
+    policy: str = "fcfs"
+    max_skip_s: float = 10.0
+    itl_target_s: float | None = None
+    preemption_mode: str = "auto"
+
+
+@dataclass(slots=True)  # not frozen: one is made for every branch in every step
+class ScheduledChunk:
+    """Tokens `start` to `start + count` of a branch, computed in one step.
+
+    The step yields a new token for the branch if the chunk reaches the end of its tokens.
+    """
+
+    branch: Branch
     start: int
     count: int
 
     @property
     def samples(self) -> bool:
         """Whether the step's logits for this chunk's last token are needed."""
-        return self.start + self.count == len(self.request.sequence)
+        return self.start + self.count == len(self.branch.sequence)
 
 
 class Scheduler:
-    """Owns the waiting and the running requests.
+    """Owns the running requests; `admission` owns those that wait.
 
-    First come, first served. A step has at most `max_num_batched_tokens` tokens: one for each
-    decoding request, the rest for chunks of prompts. A request is admitted only if the whole of
-    its tokens fits, so a prefill never stalls half-way; when a decoding request finds no block,
-    the latest request is preempted: it gives its blocks to the tree (where, if they last, it finds
-    them again), and waits at its old place in the queue.
+    A step has at most `max_num_batched_tokens` tokens: one for each decoding branch, the rest for
+    chunks of prompts, cut so that the step is expected to keep `itl_target_s`. A request is
+    admitted only if the whole of its tokens fits, so a prefill never stalls half-way. When a
+    decoding request finds no block, the latest of those of the lowest priority is preempted: it
+    gives its blocks to the tree (where, if they last, it finds them again), perhaps leaves a copy
+    in the swap space, and waits before all new requests of its priority.
+
+    The branches of a request run together or not at all. When it is resumed, each takes its path
+    from the tree; what they share is computed again, at most once, by the first of them.
+
+    Attributes:
+        running: by (level, order): the first goes first, the last is preempted first.
+        step_cost: what steps take; whoever runs them records them there.
     """
 
     def __init__(
@@ -51,205 +83,215 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         tiers: Tiering | None = None,
+        swap: SwapSpace | None = None,
+        options: SchedulingOptions | None = None,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs ({max_num_seqs}), "
                 f"got {max_num_batched_tokens}"
             )
+        self.options = options = options or SchedulingOptions()
+        if options.preemption_mode not in PREEMPTION_MODES:
+            raise ValueError(
+                f"preemption_mode must be one of {', '.join(PREEMPTION_MODES)}, "
+                f"got {options.preemption_mode!r}"
+            )
         self.cache = cache
-        self.tiers = tiers
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: SortedDict = SortedDict()  # order -> request
-        self.running: SortedDict = SortedDict()  # order -> request
+        self.swap = swap if options.preemption_mode != "recompute" else None
+        self.step_cost = StepCost()
+        self.admission = Admission(
+            cache,
+            max_num_seqs=max_num_seqs,
+            policy=options.policy,
+            max_skip_s=options.max_skip_s,
+            tiers=tiers,
+            swap=self.swap,
+        )
+        self.waiting = self.admission.waiting
+        self.explanations = self.admission.explanations
+        self.running: SortedDict = SortedDict()  # (level, order) -> request
         self.num_preemptions = 0
-        self.num_admitted = 0
-        self.tokens_hit_by_tier = dict.fromkeys(TIERS, 0)
-        self.explanations = ExplanationLog()
+        self._opening: dict[int, EngineRequest] = {}  # those that run, but not all branches yet
+        self._prefilling: SortedDict = SortedDict()  # those of the running that don't decode yet
+
+    @property
+    def num_admitted(self) -> int:
+        """Requests that have started, preempted ones counted once."""
+        return self.admission.num_admitted
+
+    @property
+    def tokens_hit_by_tier(self) -> dict[str, int]:
+        """Prompt tokens found at the first start, by where they were."""
+        return self.admission.tokens_hit_by_tier
+
+    def stats(self) -> dict[str, Any]:
+        """Return what it is doing and has learned, as plain types."""
+        costs = self.step_cost.coefficients
+        names = ("step", "token", "attended_pair", "sample")
+        return {
+            "policy": self.options.policy,
+            "num_following": self.admission.leaders.num_followers,
+            "step_cost_s": None if costs is None else dict(zip(names, costs, strict=True)),
+            "swap": self.swap.stats() if self.swap is not None else {},
+        }
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
-        self.waiting[request.order] = request
+        self.admission.add(request)
 
     def remove(self, request: EngineRequest) -> None:
         """Take a request out, wherever it is, and release what it holds. Idempotent."""
-        self.waiting.pop(request.order, None)
-        self.running.pop(request.order, None)
-        if self.tiers is not None:
-            self.tiers.forget(request.order)
+        self._stop(request)
+        self.admission.remove(request)
         request.status = Status.FINISHED
-        request.leader = None
-        request.sequence.free()
+        for branch in request.live:
+            branch.sequence.free()
+
+    def release(self, branch: Branch) -> None:
+        """Take an ended branch out of its request and release what it holds."""
+        branch.request.live.remove(branch)
+        branch.sequence.free()
 
     def schedule(self, now: float) -> list[ScheduledChunk]:
         """Choose the chunks of the next step; their blocks are reserved on return."""
-        budget = self.max_num_batched_tokens
         preemptions = self.num_preemptions
+        self.admission.begin_step()
+        # Before anything is scheduled, since it can cost a later request its blocks.
+        self._open_siblings()
         chunks = self._schedule_decodes()
-        budget -= len(chunks)
-        for request in self.running.values():
-            if budget > 0 and request.is_prefilling:
-                budget -= self._add_prefill(chunks, request, budget)
+        room = StepRoom(
+            self.max_num_batched_tokens,
+            cost=self.step_cost,
+            target_s=self.options.itl_target_s,
+            floor=self.cache.block_size,
+        )
+        room.add_decodes([chunk.start + 1 for chunk in chunks])
+        for request in self._prefilling.values():
+            if room.num_tokens > 0:
+                self._add_prefills(chunks, request, room)
         # Admitting right after a preemption would only take back what it freed.
         if self.num_preemptions == preemptions:
-            self._admit(chunks, budget, now)
+            self._admit(chunks, room, now)
         return chunks
-
-    def _schedule_decodes(self) -> list[ScheduledChunk]:
-        chunks = []
-        for request in list(self.running.values()):
-            # A preemption for an older request may have taken this one out.
-            if request.status is not Status.RUNNING or request.is_prefilling:
-                continue
-            if self._reserve_or_preempt(request):
-                chunks.append(ScheduledChunk(request, request.sequence.num_computed, 1))
-        return chunks
-
-    def _reserve_or_preempt(self, request: EngineRequest) -> bool:
-        """Make room for the request's next token; False if it was itself the one to go."""
-        while True:
-            try:
-                request.sequence.reserve(len(request.sequence))
-            except OutOfBlocksError:
-                victim = self.running.peekitem(-1)[1]
-                self.preempt(victim)
-                if victim is request:
-                    return False
-            else:
-                return True
 
     def preempt(self, request: EngineRequest) -> None:
         """Send a running request back to the queue; its blocks stay in the tree while they can."""
-        del self.running[request.order]
-        request.sequence.free()
+        self._stop(request)
+        self._swap_out(request)
+        for branch in request.live:
+            branch.sequence.free()
+        self.admission.stop(request)
         request.status = Status.WAITING
         request.num_preemptions += 1
-        self.waiting[request.order] = request
         self.num_preemptions += 1
+        self.admission.add(request)
 
-    def _add_prefill(
-        self, chunks: list[ScheduledChunk], request: EngineRequest, budget: int
-    ) -> int:
-        count = min(request.num_uncomputed_tokens, budget)
-        chunks.append(ScheduledChunk(request, request.sequence.num_computed, count))
-        return count
+    def _key(self, request: EngineRequest) -> tuple[int, int]:
+        level = request.params.priority if self.options.policy == "priority" else 0
+        return level, request.order
 
-    def _admit(self, chunks: list[ScheduledChunk], budget: int, now: float) -> None:
-        for request in list(self.waiting.values()):
-            if budget <= 0 or len(self.running) >= self.max_num_seqs:
+    def _stop(self, request: EngineRequest) -> None:
+        key = self._key(request)
+        self.running.pop(key, None)
+        self._prefilling.pop(key, None)
+        self._opening.pop(request.order, None)
+
+    def _swap_out(self, request: EngineRequest) -> None:
+        """Copy what would be lost to the swap space, if that is worth it."""
+        if self.swap is None or request.order in self.swap:
+            return
+        plan = self.swap.plan([branch.sequence for branch in request.live])
+        if self.options.preemption_mode == "auto":
+            compute_s = self.step_cost.prefill_seconds(plan.first_token, plan.num_tokens)
+            if compute_s is not None and self.swap.seconds(plan) >= compute_s:
                 return
-            if self._waits_for_leader(request):
+        self.swap.swap_out(request.order, plan)
+
+    def _open_siblings(self) -> None:
+        """Let branches of resumed requests go on that waited for a sibling's prefill."""
+        for request in list(self._opening.values()):
+            for branch in request.live:
+                # A preemption for an older request may have taken this one out.
+                if request.status is not Status.RUNNING:
+                    break
+                if not branch.sequence.is_open:
+                    while self.admission.open_sibling(branch) is False:
+                        if self._preempt_last() is request:
+                            break
+            if all(branch.sequence.is_open for branch in request.live):
+                del self._opening[request.order]
+                self.admission.resumed(request)
+
+    def _schedule_decodes(self) -> list[ScheduledChunk]:
+        for key, request in list(self._prefilling.items()):
+            if not request.is_prefilling:
+                del self._prefilling[key]
+        chunks: list[ScheduledChunk] = []
+        generated: Counter[Namespace] = Counter()
+        for key, request in list(self.running.items()):
+            # A preemption for an older request may have taken this one out.
+            if request.status is not Status.RUNNING or key in self._prefilling:
                 continue
-            plan = None
-            if self.tiers is not None:
-                plan = self.tiers.find(request.order, request.sequence)
-                if plan is None:
-                    continue  # blocks of it are being read
-            if not self._try_start(request, plan):
+            if self._reserve_or_preempt(request):
+                for branch in request.live:
+                    sequence = branch.sequence
+                    chunks.append(ScheduledChunk(branch, sequence.num_computed, 1))
+                    generated[sequence.namespace] += 1
+        for namespace, count in generated.items():
+            self.waiting.charge(namespace, generated=count)
+        return chunks
+
+    def _reserve_or_preempt(self, request: EngineRequest) -> bool:
+        """Make room for the next token of all branches; False if the request itself had to go."""
+        for branch in request.live:
+            while True:
+                try:
+                    branch.sequence.reserve(len(branch.sequence))
+                except OutOfBlocksError:
+                    if self._preempt_last() is request:
+                        return False
+                else:
+                    break
+        return True
+
+    def _preempt_last(self) -> EngineRequest:
+        victim: EngineRequest = self.running.peekitem(-1)[1]
+        self.preempt(victim)
+        return victim
+
+    def _add_prefills(
+        self, chunks: list[ScheduledChunk], request: EngineRequest, room: StepRoom
+    ) -> None:
+        """Add what the branches still have to compute."""
+        # Branches decode together, so none computes its last token before the others can too.
+        rest = 1 if len(request.live) > 1 else 0
+        for branch in request.live:
+            start = branch.sequence.num_computed
+            count = room.fit(start, branch.num_uncomputed_tokens - rest)
+            if branch.sequence.is_open and count > 0:
+                chunks.append(ScheduledChunk(branch, start, count))
+                room.take(start, count)
+
+    def _admit(self, chunks: list[ScheduledChunk], room: StepRoom, now: float) -> None:
+        if not self.waiting:
+            return
+        num_seqs = sum(request.width for request in self.running.values())
+        while room.num_tokens > 0:
+            alone = not self.running
+            request = self.admission.start_next(now, num_seqs, room, alone=alone)
+            if request is None:
                 return
-            del self.waiting[request.order]
-            self.running[request.order] = request
+            key = self._key(request)
+            self.running[key] = self._prefilling[key] = request
             request.status = Status.RUNNING
             if request.timings.first_scheduled is None:
                 request.timings.first_scheduled = now
-            budget -= self._add_prefill(chunks, request, budget)
-
-    def _waits_for_leader(self, request: EngineRequest) -> bool:
-        """Whether a running prefill is about to compute the next whole block of this prompt."""
-        leader = request.leader
-        if leader is None:
-            leader = request.leader = self._find_leader(request)
-        elif not leader.is_prefilling or (
-            leader.sequence.num_tree_blocks > request.num_matched_blocks
-        ):
-            # It has moved on (or is gone): look again from where the tree is now.
-            leader = request.leader = self._find_leader(request)
-        return leader is not None
-
-    def _find_leader(self, request: EngineRequest) -> EngineRequest | None:
-        prefilling: list[EngineRequest] = [
-            r
-            for r in self.running.values()
-            if r.is_prefilling and r.sequence.namespace == request.sequence.namespace
-        ]
-        if not prefilling or not self.cache.enabled:
-            return None
-        sequence, block_size = request.sequence, self.cache.block_size
-        tokens = sequence.token_ids
-        handle = self.cache.match_prefix(tokens, sequence.namespace, len(sequence) - 1)
-        matched = handle.match.num_blocks if handle.match else 0
-        end = (matched + 1) * block_size
-        request.num_matched_blocks = matched
-        if end > len(sequence):
-            return None
-        for leader in prefilling:
-            other = leader.sequence
-            if (
-                len(other) >= end > other.num_computed
-                and (other.token_ids[:end] == tokens[:end]).all()
-            ):
-                return leader
-        return None
-
-    def _try_start(self, request: EngineRequest, plan: LoadPlan | None) -> bool:
-        """Take the cached prefix and blocks for all the rest, or change nothing.
-
-        Whole blocks that a tier has go before a part of one that the tree has.
-        """
-        load = plan is not None and bool(plan.blocks)
-        sequence = request.sequence
-        # Each running request may soon want a block; without this margin an admission would be
-        # undone by the next preemption.
-        margin = len(self.running)
-        explanation = self._explain(request)
-        for partial in (False,) if load else (True, False):
-            cached = sequence.reuse(partial=partial)
-            try:
-                sequence.reserve(len(sequence))
-            except OutOfBlocksError:
-                sequence.free()
-                continue
-            if margin > self.cache.num_available_blocks:
-                sequence.free()
-                return False
-            by_tier = {"device": cached}
-            if self.tiers is not None and plan is not None:
-                # Nothing can fail any more, so what is loaded now is filed at once.
-                loaded = self.tiers.load(sequence, plan)
-                self.tiers.forget(request.order)
-                if loaded:
-                    by_tier |= loaded
-                    cached += sum(loaded.values())
-                    sequence.commit(cached)
-                    sequence.num_cached_tokens = cached
-                    # What was brought back is no miss: the first one lies behind it.
-                    explanation = self._explain(request)
-            if request.num_cached_tokens is None:
-                request.num_cached_by_tier = by_tier
-                for tier, count in by_tier.items():
-                    self.tokens_hit_by_tier[tier] += count
-            self._record_admission(request, cached, explanation)
-            return True
-        return False
-
-    def _explain(self, request: EngineRequest) -> Explanation | None:
-        """Say what the request will find, before it takes it; None if it was admitted before."""
-        if request.num_cached_tokens is not None:
-            return None
-        sequence = request.sequence
-        return self.cache.explain(sequence.token_ids, sequence.namespace, len(sequence) - 1)
-
-    def _record_admission(
-        self, request: EngineRequest, cached: int, explanation: Explanation | None
-    ) -> None:
-        if explanation is not None:
-            self.explanations.record(request, explanation, cached)
-        if request.num_cached_tokens is not None:
-            self.cache.stats.tokens_rehit += cached
-            return
-        self.num_admitted += 1
-        request.num_cached_tokens = cached
-        self.cache.stats.record_lookup(
-            request.sequence.namespace, request.num_prompt_tokens, cached
-        )
+            if len(request.live) > 1:
+                self._opening[request.order] = request
+            else:
+                self.admission.resumed(request)
+            num_seqs += request.width
+            self._add_prefills(chunks, request, room)

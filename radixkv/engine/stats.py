@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from radixkv.request import Namespace
 
-__all__ = ["EngineHealth", "EngineStats", "hit_rate", "namespace_label"]
+__all__ = ["EngineHealth", "EngineStats", "hit_rate", "namespace_label", "namespace_of"]
 
 
 def hit_rate(hit: int, looked_up: int) -> float | None:
@@ -24,6 +24,15 @@ def namespace_label(namespace: Namespace) -> str:
     ('default', 'a%2Fb/c')
     """
     return "/".join(quote(field, safe="") for field in namespace) if namespace else "default"
+
+
+def namespace_of(label: str) -> Namespace:
+    """Return the namespace that has a label.
+
+    >>> namespace_of(namespace_label(("a/b", ""))), namespace_of("default")
+    (('a/b', ''), ())
+    """
+    return () if label == "default" else tuple(unquote(part) for part in label.split("/"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,9 @@ class EngineStats:
     `tokens_looked_up` counts the prompt tokens of admitted requests, `tokens_hit` those reused at
     first admission, `tokens_computed` prompt tokens computed for the first time; what a resumed
     request finds or computes again is in `tokens_rehit` and `tokens_recomputed`. `tokens_hit` is
-    the sum of `tokens_hit_by_tier`; `tiers` is empty without a host or disk tier.
+    the sum of `tokens_hit_by_tier`; `tiers` is empty without a host or disk tier. `namespaces` and
+    `pins` are those of `radixkv.engine.usage`. The `kv_` gauges are those of `KVSharing`: what
+    running sequences refer to, and what is stored and held for them.
     """
 
     uptime_s: float
@@ -84,9 +95,14 @@ class EngineStats:
     last_step_age_s: float
     tokens_hit_by_tier: dict[str, int] = field(default_factory=dict)
     tiers: dict[str, Any] = field(default_factory=dict)
+    scheduling: dict[str, Any] = field(default_factory=dict)
     windows: dict[str, dict[str, Any]] = field(default_factory=dict)
     namespaces: dict[str, dict[str, Any]] = field(default_factory=dict)
     kv_events: dict[str, int] = field(default_factory=dict)
+    pins: dict[str, int] = field(default_factory=dict)
+    kv_tokens_referenced: int = 0
+    kv_tokens_stored: int = 0
+    kv_slots_allocated: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain types."""

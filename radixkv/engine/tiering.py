@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,13 +14,18 @@ import torch
 
 from radixkv.cache import RadixCache
 from radixkv.cache import Sequence as CacheSequence
+from radixkv.cache.hashing import namespace_seed
 from radixkv.cache.radix_tree import Node
-from radixkv.cache.tiers import SlotIndex, node_prefix, prefix_keys
+from radixkv.cache.tiers import Entry
 from radixkv.cache.tiers_disk import DiskTier
+from radixkv.engine.tiering_host import HostTier
 from radixkv.engine.tiering_io import DiskWorker, Fetch
+from radixkv.engine.tiering_labels import node_blocks, prompt_blocks
 from radixkv.engine.tiering_plan import LoadPlan, PlannedBlock, TransferCosts
+from radixkv.engine.tiering_save import CacheSaver
+from radixkv.request import Namespace
 
-__all__ = ["TIERS", "BlockStore", "Tiering"]
+__all__ = ["TIERS", "BlockStore", "TierListener", "Tiering"]
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +35,9 @@ MAX_QUEUED_BYTES = 256 * 1024**2  # waiting to be written to disk
 MAX_FETCH_BYTES = 512 * 1024**2  # read ahead for the one request that is read for
 SAVE_LIMIT_S = 20.0  # for writing the cache to disk at the end
 WARN_EVERY_S = 60.0
+
+TierListener = Callable[[str, bool, bytes], None]
+"""Told of a tier ("host" or "disk"), whether a block came or went, and the block's packed label."""
 
 
 class BlockStore(Protocol):
@@ -75,6 +82,7 @@ class Tiering:
         host_blocks: int = 0,
         disk: DiskTier | None = None,
         policy: str = "auto",
+        save_limit_s: float = SAVE_LIMIT_S,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Follow a cache.
@@ -87,11 +95,12 @@ class Tiering:
             disk: the disk tier, or None; closed by `close`.
             policy: "auto" brings back only what is estimated to be faster than computing it,
                 "always" everything.
+            save_limit_s: how long `close` may write to disk.
             clock: seconds.
         """
         self.counters = TierCounters()
         self.cache = cache
-        self.host = SlotIndex(host_blocks) if host_blocks else None
+        self.host = HostTier(host_blocks, content_bytes) if host_blocks else None
         self.worker: DiskWorker | None = None
         if disk is not None:
             self.worker = DiskWorker(disk, max(16, MAX_QUEUED_BYTES // content_bytes))
@@ -100,13 +109,22 @@ class Tiering:
         self._content_bytes = content_bytes
         self._policy = policy
         self._clock = clock
-        # Zero pages of the operating system: memory is taken as blocks come.
-        self._memory = np.zeros((host_blocks, content_bytes), dtype=np.uint8)
-        # Not copied away yet: (key, tokens, block id).
+        self._saver = CacheSaver(save_limit_s, clock)
+        # Not copied away yet: (key, label, block id).
         self._evicted: list[tuple[bytes, bytes, int]] = []
         self._fetch: tuple[int, Fetch] | None = None  # (owner, what is read for it)
         self._last_warning = -WARN_EVERY_S
         cache.observers.append(self)
+
+    def follow(self, listener: TierListener) -> None:
+        """Report what the tiers hold, and then every change, in order.
+
+        The host tier is reported by the engine's thread, the disk tier by whichever changes it.
+        """
+        if self.host is not None:
+            self.host.follow(lambda stored, label: listener("host", stored, label))
+        if self.worker is not None:
+            self.worker.disk.follow(lambda stored, label: listener("disk", stored, label))
 
     # --- what the cache reports -----------------------------------------------------------------
 
@@ -117,7 +135,7 @@ class Tiering:
         """Note evicted blocks, to be copied by the next `flush`."""
         if node.is_tail:
             return
-        evicted = list(self._blocks_of(node, first, count))
+        evicted = list(node_blocks(node, first, count, self.cache.tree.block_bytes))
         # The end of a run is the first to be forgotten, as in the tree.
         self._evicted += reversed(evicted)
 
@@ -125,10 +143,24 @@ class Tiering:
         """Forget everything: whoever clears the cache wants it to be cold."""
         self._evicted.clear()
         if self.host is not None:
-            self.host.clear()
+            self.host.discard(lambda _: True)
         if self.worker is not None:
-            self.worker.discard_writes()
-            self.worker.disk.clear()
+            self.worker.clear()
+
+    def drop_namespace(self, namespace: Namespace) -> None:
+        """Forget a namespace's blocks in every tier, and what is being read. Cost: O(blocks)."""
+        seed = namespace_seed(namespace, self.cache.tree.digest)
+
+        def matches(label: bytes) -> bool:
+            return label.startswith(seed)
+
+        if self._fetch is not None:
+            self.forget(self._fetch[0])  # perhaps for a request of this namespace
+        self._evicted = [item for item in self._evicted if not matches(item[1])]
+        if self.host is not None:
+            self.host.discard(matches)
+        if self.worker is not None:
+            self.worker.discard(matches)
 
     # --- out of the pool ------------------------------------------------------------------------
 
@@ -146,38 +178,31 @@ class Tiering:
                 self.counters.offload_errors += len(part)
                 self._warn("evicted blocks can't be copied", error)
                 continue
-            for (key, tokens, _), content in zip(part, contents.numpy(), strict=True):
-                self._keep(key, tokens, content)
+            for (key, label, _), content in zip(part, contents.numpy(), strict=True):
+                self._keep(key, label, content)
 
-    def _is_kept(self, key: bytes, tokens: bytes) -> bool:
+    def _is_kept(self, key: bytes, label: bytes) -> bool:
         """Whether the highest tier has the block already; it is now its most recently used."""
-        if self.host is None:
-            return self.worker is not None and self.worker.disk.touch(key)
-        self.host.touch(key)
-        return self.host.find(key, tokens) is not None
+        if self.host is not None:
+            return self.host.touch(key, label)
+        return self.worker is not None and self.worker.touch(key)
 
-    def _keep(self, key: bytes, tokens: bytes, content: npt.NDArray[np.uint8]) -> None:
+    def _keep(self, key: bytes, label: bytes, content: npt.NDArray[np.uint8]) -> None:
         if self.host is None:
             if self.worker is not None:
-                self.counters.blocks_offloaded += self.worker.write(key, tokens, content.tobytes())
+                self.counters.blocks_offloaded += self.worker.write(key, label, content.tobytes())
             return
-        slot, victim = self.host.take()
-        row = self._memory[slot]
-        if (
-            victim is not None
-            and self.worker is not None
-            and not self.worker.disk.touch(victim.key)
-        ):
-            self.worker.write(victim.key, victim.tokens, row.tobytes())
         try:
-            row[:] = content
+            self.host.keep(key, label, content, self._pass_down)
         except Exception as error:
-            self.host.give_back(slot)
             self.counters.offload_errors += 1
             self._warn("an evicted block can't be kept", error)
             return
-        self.host.put(key, tokens, slot)
         self.counters.blocks_offloaded += 1
+
+    def _pass_down(self, victim: Entry, content: npt.NDArray[np.uint8]) -> None:
+        if self.worker is not None and not self.worker.touch(victim.key):
+            self.worker.write(victim.key, victim.tokens, content.tobytes())
 
     # --- back into the pool ---------------------------------------------------------------------
 
@@ -200,7 +225,11 @@ class Tiering:
         last = (len(sequence) - 1) // size
         handle = cache.match_prefix(sequence.token_ids, sequence.namespace, len(sequence) - 1)
         first = handle.match.num_blocks if handle.match is not None else 0
-        blocks = list(self._lookup(owner, sequence, first, last)) if first < last else []
+        blocks: list[PlannedBlock] = []
+        if first < last:
+            tokens = sequence.token_ids[: last * size].tobytes()
+            wanted = prompt_blocks(cache.tree, sequence.namespace, tokens, handle.match)
+            blocks = list(self._lookup(owner, wanted))
         if self._policy == "auto":
             blocks = blocks[: self.costs.num_worth_loading(blocks)]
         unread = [block for block in blocks if block.is_unread]
@@ -209,7 +238,8 @@ class Tiering:
         if self._fetch is None:
             assert self.worker is not None
             unread = unread[: max(1, MAX_FETCH_BYTES // self._content_bytes)]
-            self._fetch = owner, self.worker.fetch([(b.key, b.tokens) for b in unread])
+            known = {b.key: b.content for b in blocks if b.content is not None}
+            self._fetch = owner, self.worker.fetch([(b.key, b.tokens) for b in unread], known)
         return None
 
     def load(self, sequence: CacheSequence, plan: LoadPlan) -> dict[str, int]:
@@ -254,23 +284,18 @@ class Tiering:
         if self._fetch is not None:
             self._fetch[1].done.wait(timeout_s)
 
-    def _lookup(
-        self, owner: int, sequence: CacheSequence, first: int, last: int
-    ) -> Iterator[PlannedBlock]:
-        """Yield the blocks of the prompt that follow block `first`, up to the first miss."""
-        size = self.cache.tree.block_bytes
-        tokens = sequence.token_ids[: last * self.cache.block_size].tobytes()
+    def _lookup(self, owner: int, wanted: Iterable[tuple[bytes, bytes]]) -> Iterator[PlannedBlock]:
+        """Yield the blocks of these keys and labels, up to the first miss."""
         fetch = self._fetch[1] if self._fetch is not None and self._fetch[0] == owner else None
         if fetch is not None and fetch.seconds:
-            self.costs.record_transfer(
-                "disk", len(fetch.contents) * self._content_bytes, fetch.seconds
-            )
+            self.costs.record_transfer("disk", fetch.num_read * self._content_bytes, fetch.seconds)
             fetch.seconds = 0.0
-        keys = prefix_keys(sequence.namespace, tokens, size, first, last)
-        for index, key in enumerate(keys, first):
-            own = tokens[index * size : (index + 1) * size]
+        for key, own in wanted:
             if self.host is not None and self.host.find(key, own) is not None:
                 yield PlannedBlock(key, own, "host")
+            # Before the disk: a block is in one of the two at any moment, and only moves down.
+            elif self.worker is not None and (content := self.worker.queued(key, own)) is not None:
+                yield PlannedBlock(key, own, "disk", content)
             elif fetch is not None:
                 # Read once: what could not be read then is computed.
                 content = fetch.contents.get(key)
@@ -289,20 +314,19 @@ class Tiering:
             if block.content is not None:
                 row[:] = np.frombuffer(block.content, dtype=np.uint8)
                 continue
-            slot = self.host.find(block.key, block.tokens) if self.host is not None else None
-            if slot is None:
+            kept = self.host.find(block.key, block.tokens) if self.host is not None else None
+            if kept is None:
                 raise LookupError("a block has left host memory")
-            row[:] = self._memory[slot]
+            row[:] = kept
         return contents
 
     # --- the end --------------------------------------------------------------------------------
 
-    def close(self, *, save: bool = True, limit_s: float = SAVE_LIMIT_S) -> None:
+    def close(self, *, save: bool = True) -> None:
         """Write to disk what is cached, most recently used first, and close it. Idempotent.
 
         Args:
             save: False writes nothing more.
-            limit_s: no batch of blocks is begun after this.
         """
         if self.worker is None:
             return
@@ -311,51 +335,43 @@ class Tiering:
         worker, self.worker = self.worker, None
         if not save:
             worker.discard_writes()
+        self._saver.begin()
         worker.close()
         if save:
-            self._save(worker.disk, self._clock() + limit_s)
+            num_blocks = self.cache.num_tree_blocks + (len(self.host) if self.host else 0)
+            self._saver.save(self._all_blocks(), num_blocks, worker.disk, self._gather)
         worker.disk.close()
 
-    def _save(self, disk: DiskTier, deadline: float) -> None:
-        written: list[bytes] = []
-        blocks = islice(self._all_blocks(), disk.capacity)
-        while part := list(islice(blocks, GATHER_BLOCKS)):
-            if self._clock() > deadline:
-                log.warning("the cache wasn't written to disk as a whole: time is up")
-                break
-            missing = [item for item in part if not disk.touch(item[0])]
-            in_pool = [block_id for _, _, block_id in missing if block_id >= 0]
-            try:
-                gathered = iter(self._store.gather_blocks(in_pool).numpy()) if in_pool else iter(())
-            except Exception as error:
-                self.counters.offload_errors += len(in_pool)
-                self._warn("cached blocks can't be copied", error)
-                continue
-            for key, tokens, block_id in missing:
-                # Of a block of the host tier, ~slot stands in the place of the block id.
-                row = next(gathered) if block_id >= 0 else self._memory[~block_id]
-                disk.write(key, tokens, row.tobytes())
-            written += [key for key, _, _ in part]
-        for key in reversed(written):
-            disk.touch(key)
+    def stop_saving(self) -> None:
+        """Make `close` write no more than it has begun to. Safe from any thread."""
+        self._saver.stop()
+
+    def _gather(self, block_ids: Sequence[int]) -> list[bytes] | None:
+        """Return the content of blocks of the pool and, as ~slot, of host memory; None: failed."""
+        in_pool = [block_id for block_id in block_ids if block_id >= 0]
+        try:
+            gathered = iter(self._store.gather_blocks(in_pool).numpy()) if in_pool else iter(())
+        except Exception as error:
+            self.counters.offload_errors += len(in_pool)
+            self._warn("cached blocks can't be copied", error)
+            return None
+        contents = []
+        for block_id in block_ids:
+            if block_id >= 0:
+                contents.append(next(gathered).tobytes())
+            elif self.host is not None:
+                contents.append(self.host.row(~block_id).tobytes())
+        return contents
 
     def _all_blocks(self) -> Iterator[tuple[bytes, bytes, int]]:
         """Yield the blocks of pool and host memory, most recently used first."""
         nodes = [n for n in self.cache.tree.nodes() if not n.is_root and not n.is_tail]
         nodes.sort(key=lambda node: -node.last_access)  # stable: parents stay before children
         for node in nodes:
-            yield from self._blocks_of(node, 0, node.num_blocks)
+            yield from node_blocks(node, 0, node.num_blocks, self.cache.tree.block_bytes)
         if self.host is not None:
             for entry in reversed(list(self.host.items())):
                 yield entry.key, entry.tokens, ~entry.slot
-
-    def _blocks_of(self, node: Node, first: int, count: int) -> Iterator[tuple[bytes, bytes, int]]:
-        size = self.cache.tree.block_bytes
-        prefix = node_prefix(node)
-        start = len(prefix) // size - node.num_blocks + first
-        keys = prefix_keys(node.root.namespace, prefix, size, start, start + count)
-        for index, key in enumerate(keys, first):
-            yield key, node.tokens[index * size : (index + 1) * size], node.block_ids[index]
 
     # --- numbers --------------------------------------------------------------------------------
 
@@ -372,6 +388,7 @@ class Tiering:
             report["disk"] = {
                 "blocks": len(disk),
                 "capacity_blocks": disk.capacity,
+                "queued_blocks": worker.num_queued,
                 "writes_dropped": worker.num_dropped,
                 **asdict(disk.stats),
             }

@@ -11,6 +11,7 @@ from radixkv.cache.hashing import TOKEN_BYTES
 from radixkv.cache.tiers_disk import DiskTier
 from radixkv.config import ServeConfig, format_bytes
 from radixkv.engine.tiering import Tiering
+from radixkv.engine.tiering_labels import LABEL_BYTES
 from radixkv.errors import ConfigError
 from radixkv.model.kv_pool import KVPool
 from radixkv.model.loader import LoadedModel
@@ -53,7 +54,7 @@ def build_tiering(
                 config.disk_cache_size,
                 fingerprint=kv_fingerprint(loaded, config, pool),
                 content_bytes=content_bytes,
-                token_bytes=pool.block_size * TOKEN_BYTES,
+                token_bytes=pool.block_size * TOKEN_BYTES + LABEL_BYTES,
             )
         except ValueError:
             raise ConfigError(
@@ -71,6 +72,7 @@ def build_tiering(
         host_blocks=host_blocks,
         disk=disk,
         policy=config.tier_policy,
+        save_limit_s=config.disk_save_timeout,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,6 +17,8 @@ from radixkv.cache.tiers_disk import DiskTier
 from radixkv.engine.batch import ForwardBatch
 from radixkv.engine.engine import Engine, EngineLimits, Output
 from radixkv.engine.request import EngineRequest
+from radixkv.engine.scheduler import SchedulingOptions
+from radixkv.engine.swap import SwapSpace
 from radixkv.engine.tiering import Tiering
 from radixkv.request import RequestOutput, SamplingParams
 
@@ -70,7 +73,10 @@ class FakeRunner:
     def gather_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
         self._fail_transfer()
         content = self.slots[list(block_ids)]
-        assert (content != POISON).all(), "a block that was never written is kept"
+        # Of a block that isn't full only the beginning was written.
+        written = content != POISON
+        assert written[:, 0].all(), "a block that was never written is kept"
+        assert (np.diff(written.astype(int), axis=1) <= 0).all(), "a block with a gap is kept"
         return torch.from_numpy(content.view(np.uint8).reshape(len(content), -1))
 
     def scatter_blocks(self, block_ids: Sequence[int], contents: torch.Tensor) -> None:
@@ -109,6 +115,10 @@ def make_engine(
     host_blocks: int = 0,
     disk: DiskTier | None = None,
     tier_policy: str = "always",
+    swap_blocks: int = 0,
+    scheduling: SchedulingOptions | None = None,
+    request_timeout_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     """An engine over the fake model."""
     runner = FakeRunner(num_blocks, block_size)
@@ -118,13 +128,20 @@ def make_engine(
         tiers = Tiering(
             runner, cache, 8 * block_size, host_blocks=host_blocks, disk=disk, policy=tier_policy
         )
+    swap = None
+    if swap_blocks:
+        content_bytes = 8 * block_size
+        swap = SwapSpace(runner, cache, content_bytes, swap_blocks * content_bytes)
     return Engine(
         runner,
         CharTokenizer(),
         cache,
-        EngineLimits(max_model_len, max_num_seqs, max_num_batched_tokens),
+        EngineLimits(max_model_len, max_num_seqs, max_num_batched_tokens, request_timeout_s),
         eos_token_ids=eos_token_ids,
         tiers=tiers,
+        swap=swap,
+        scheduling=scheduling,
+        clock=clock,
     )
 
 
@@ -155,7 +172,8 @@ class Harness:
         self.cache = self.engine.cache
         self.scheduler = self.engine.scheduler
         self.runner = cast(FakeRunner, self.engine.runner)
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, Answer] = {}  # the first of each request
+        self.choices: dict[str, list[Answer]] = {}
 
     def add(
         self,
@@ -167,7 +185,8 @@ class Harness:
         request = self.engine.add_request(
             request_id, list(prompt), SamplingParams(**params), namespace=namespace
         )
-        self.answers[request_id] = Answer()
+        self.choices[request_id] = [Answer() for _ in range(request.params.n)]
+        self.answers[request_id] = self.choices[request_id][0]
         return request
 
     def abort(self, request_id: str) -> int:
@@ -192,10 +211,14 @@ class Harness:
         assert not self.cache.sequences
         assert not self.scheduler.running
         assert not self.scheduler.waiting
-        for request_id, answer in self.answers.items():
-            ends = [o.finish_reason is not None for o in answer.outputs]
-            assert sum(ends) == 1, f"{request_id} ended {sum(ends)} times"
-            assert ends[-1], f"{request_id} got something after its end"
+        assert not self.scheduler.swap, "something is left in the swap space"
+        for request_id, choices in self.choices.items():
+            for answer in choices:
+                ends = [o.finish_reason is not None for o in answer.outputs]
+                assert sum(ends) == 1, f"{request_id} ended {sum(ends)} times"
+                assert ends[-1], f"{request_id} got something after its end"
+            timings = [o.timings for a in choices for o in a.outputs if o.timings is not None]
+            assert timings, f"{request_id} told no timings"
 
     def ask(self, prompt: Sequence[int], namespace: tuple[str, ...] = (), **params: Any) -> Answer:
         """Run one request to its end."""
@@ -204,13 +227,23 @@ class Harness:
         self.run()
         return self.answers[request_id]
 
+    def ask_all(self, prompt: Sequence[int], **params: Any) -> list[Answer]:
+        """Run one request to its end; return all of its answers."""
+        request_id = f"ask-{len(self.answers)}"
+        self.add(request_id, prompt, **params)
+        self.run()
+        return self.choices[request_id]
+
     def _record(self, outputs: list[Output]) -> None:
         for item in outputs:
-            self.answers[item.request_id].outputs.append(item.output)
+            self.choices[item.request_id][item.output.index].outputs.append(item.output)
         self.cache.check_integrity()
         if self.engine.tiers is not None:
             self.engine.tiers.check_integrity()
-        assert len(self.cache.sequences) == len(self.scheduler.running)
+        if self.scheduler.swap is not None:
+            self.scheduler.swap.check_integrity()
+        live = [b for r in self.scheduler.running.values() for b in r.live]
+        assert self.cache.sequences == {b.sequence for b in live if b.sequence.is_open}
         for block_id in range(self.cache.num_blocks):
             if self.cache.pool.ref_count(block_id) == 0:
                 self.runner.slots[block_id] = POISON
@@ -221,6 +254,13 @@ def cold(prompt: Sequence[int], **params: Any) -> Answer:
     length = len(prompt) + (params.get("max_tokens") or 1) + 1
     harness = Harness(length, 1, enabled=False, max_num_batched_tokens=max(64, length))
     return harness.ask(prompt, **params)
+
+
+def cold_all(prompt: Sequence[int], **params: Any) -> list[Answer]:
+    """All answers that a request gets from a fresh engine with plenty of room and no cache."""
+    length = len(prompt) + (params.get("max_tokens") or 1) + 1
+    harness = Harness(20 * length, 1, enabled=False, max_num_batched_tokens=max(64, length))
+    return harness.ask_all(prompt, **params)
 
 
 def prompt_of(length: int, seed: int = 0, vocab_size: int = VOCAB) -> list[int]:

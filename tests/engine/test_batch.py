@@ -80,11 +80,11 @@ def test_batch_describes_decodes_and_chunks() -> None:
     assert meta.seq_lens[decode] == 7
     assert meta.seq_lens[chunk] == 15
     first, last = meta.query_start_loc[chunk : chunk + 2]
-    assert batch.token_ids[first:last].tolist() == new.sequence.token_ids[:15].tolist()
+    assert batch.token_ids[first:last].tolist() == new.branches[0].sequence.token_ids[:15].tolist()
     assert batch.positions[first:last].tolist() == list(range(15))
     row = int(meta.query_start_loc[decode])
     assert batch.positions[row] == 6
-    assert batch.token_ids[row] == old.sequence.token_ids[6]
+    assert batch.token_ids[row] == old.branches[0].sequence.token_ids[6]
     assert batch.logits_rows.tolist() == [row]
     for i, table in enumerate(meta.block_tables):
         for row in range(*meta.query_start_loc[i : i + 2].tolist()):

@@ -144,9 +144,10 @@ def test_equal_answers_decoded_side_by_side_end_in_one_set_of_blocks() -> None:
     second = harness.add("b", prompt, max_tokens=24, **GREEDY)
     for _ in range(10):
         harness.step()
-    shared = min(first.sequence.num_tree_blocks, second.sequence.num_tree_blocks)
+    sequences = [r.branches[0].sequence for r in (first, second)]
+    shared = min(s.num_tree_blocks for s in sequences)
     assert shared >= 4
-    tables = [r.sequence.block_table[:shared].tolist() for r in (first, second)]
+    tables = [s.block_table[:shared].tolist() for s in sequences]
     assert tables[0] == tables[1]
     harness.run()
     assert harness.answers["a"].token_ids == harness.answers["b"].token_ids
@@ -174,7 +175,7 @@ def test_preemption_in_the_middle_of_a_recompute(style: str, evict: bool) -> Non
     harness = Harness(64, 4, max_num_batched_tokens=16)
     prompt = prompt_of(40)
     request = harness.add("a", prompt, **params)
-    while request.num_output_tokens < 12:
+    while request.branches[0].num_output_tokens < 12:
         harness.step()
     for expected in (1, 2):
         harness.scheduler.preempt(request)

@@ -138,7 +138,7 @@ class BrokenTokenizer:
 def test_error_in_the_tokenizer_is_its_requests_alone() -> None:
     harness = Harness()
     request = harness.add("a", prompt_of(5), max_tokens=5, **GREEDY)
-    request.detokenizer._tokenizer = BrokenTokenizer()
+    request.branches[0].detokenizer._tokenizer = BrokenTokenizer()
     harness.add("b", prompt_of(6), max_tokens=5, **GREEDY)
     harness.run()
     assert harness.answers["a"].last.finish_reason == "error"

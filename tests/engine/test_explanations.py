@@ -7,7 +7,6 @@ from fakes import Harness, make_engine, prompt_of
 from test_async_engine import collect
 
 from radixkv.engine import AsyncEngine
-from radixkv.engine.explanations import ExplanationLog
 from radixkv.errors import EngineClosedError, RequestRejectedError
 from radixkv.request import SamplingParams
 
@@ -110,7 +109,8 @@ def test_what_a_tier_brings_back_is_no_miss() -> None:
 
 def test_the_log_is_bounded() -> None:
     harness = Harness()
-    log = harness.scheduler.explanations = harness.engine.explanations = ExplanationLog(3)
+    log = harness.engine.explanations
+    log.capacity = 3
     for i in range(5):
         harness.add(str(i), prompt_of(8, i), max_tokens=1)
         harness.run()

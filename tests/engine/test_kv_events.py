@@ -13,7 +13,9 @@ from radixkv.cache import AllBlocksCleared, BlockRemoved, BlockStored
 from radixkv.cache.hashing import HASH_BYTES
 from radixkv.config import load_config
 from radixkv.engine import AsyncEngine, Engine
-from radixkv.engine.kv_events import KVEventStream, ZmqEventPublisher, encode_batch, wire_hash
+from radixkv.engine.kv_events import KVEventStream
+from radixkv.engine.kv_publisher import ZmqEventPublisher
+from radixkv.engine.kv_wire import encode_batch, wire_hash
 from radixkv.errors import ConfigError
 from radixkv.request import SamplingParams
 
@@ -176,7 +178,11 @@ def test_a_subscriber_can_follow_the_tree(sockets: Sockets, publisher: ZmqEventP
     assert batches[-1][1][1][-1] == ["AllBlocksCleared"]
     numbers = [number for number, _ in batches]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), "a gap"
-    assert harness.engine.stats().kv_events == {"published": publisher.published, "dropped": 0}
+    assert harness.engine.stats().kv_events == {
+        "published": publisher.published,
+        "dropped": 0,
+        "replayed": 0,
+    }
 
 
 def test_missed_batches_are_replayed(sockets: Sockets, publisher: ZmqEventPublisher) -> None:
@@ -188,6 +194,7 @@ def test_missed_batches_are_replayed(sockets: Sockets, publisher: ZmqEventPublis
         ["BlockRemoved", [0x0404040404040404], "GPU"]
     ]
     assert replay_all(sockets, publisher, 10) == []
+    assert publisher.replayed == 6
     assert replay(sockets, publisher, 3)[0][0] == 3
 
 

@@ -8,6 +8,7 @@ import torch
 from fakes import CharTokenizer
 
 from radixkv.cache import RadixCache
+from radixkv.engine.branch import Branch
 from radixkv.engine.request import EngineRequest
 from radixkv.engine.sampler import NUCLEUS_CANDIDATES, Sampler, uniform
 from radixkv.request import SamplingParams
@@ -17,7 +18,7 @@ CACHE = RadixCache(4, 4)
 
 def request_of(
     params: dict[str, Any], *, prompt: list[int] | None = None, output: list[int] | None = None
-) -> EngineRequest:
+) -> Branch:
     made = SamplingParams(**params)
     request = EngineRequest(
         "r",
@@ -29,14 +30,13 @@ def request_of(
         arrival=0.0,
         tokenizer=CharTokenizer(),
     )
+    (branch,) = request.branches
     for token_id in output or []:
-        request.sequence.append([token_id])
-        if request.penalties is not None:
-            request.penalties.count(token_id)
-    return request
+        branch.append(token_id)
+    return branch
 
 
-def draw(logits: np.ndarray, *requests: EngineRequest, eos: tuple[int, ...] = ()) -> list[int]:
+def draw(logits: np.ndarray, *requests: Branch, eos: tuple[int, ...] = ()) -> list[int]:
     rows = torch.from_numpy(np.broadcast_to(logits, (len(requests), logits.shape[-1])).copy())
     return [t.token_id for t in Sampler(eos).sample(rows.float(), requests)]
 

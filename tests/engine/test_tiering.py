@@ -41,9 +41,10 @@ def test_blocks_brought_back_are_shared_at_once(make: MakeHarness) -> None:
     second = harness.add("second", prompt, **OPTIONS)
     harness.step()
     assert request.num_cached_by_tier == {"device": 0, "host": 20, "disk": 0}
-    assert request.sequence.num_cached_tokens == 20
+    first, other = request.branches[0].sequence, second.branches[0].sequence
+    assert first.num_cached_tokens == 20
     assert second.num_cached_by_tier == {"device": 20}
-    assert (request.sequence.block_table[:5] == second.sequence.block_table[:5]).all()
+    assert (first.block_table[:5] == other.block_table[:5]).all()
     harness.run()
 
 

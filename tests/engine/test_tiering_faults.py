@@ -21,6 +21,7 @@ from tiering_helpers import (
 
 from radixkv.cache import tiers_disk
 from radixkv.engine.async_engine import AsyncEngine
+from radixkv.engine.tiering_labels import LABEL_BYTES
 from radixkv.request import SamplingParams
 
 
@@ -138,7 +139,7 @@ def test_order_of_use_survives_a_restart(make: MakeHarness, tmp_path: Path) -> N
     first.engine.close()
     disk = open_disk(tmp_path, blocks=10)
     for number in range(5):
-        assert disk.write(bytes([number]) * 32, bytes(4 * BLOCK), bytes(CONTENT))
+        assert disk.write(bytes([number]) * 32, bytes(4 * BLOCK + LABEL_BYTES), bytes(CONTENT))
     disk.close()
     second = make(num_blocks=32, disk_blocks=10)
     assert ask(second, new) == 20

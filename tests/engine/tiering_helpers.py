@@ -11,6 +11,7 @@ from fakes import Harness, cold, prompt_of
 from radixkv.cache.tiers_disk import DiskTier
 from radixkv.engine.tiering import Tiering
 from radixkv.engine.tiering_io import DiskWorker
+from radixkv.engine.tiering_labels import LABEL_BYTES
 
 BLOCK = 4
 CONTENT = 8 * BLOCK
@@ -21,10 +22,10 @@ MakeHarness = Callable[..., Harness]
 def open_disk(path: Path, blocks: int = 64, block_size: int = BLOCK, seed: int = 0) -> DiskTier:
     return DiskTier(
         path,
-        blocks * (8 * block_size + 4 * block_size + 72) + 72,
+        blocks * (8 * block_size + 4 * block_size + LABEL_BYTES + 72) + 72,
         fingerprint=bytes([seed]) * 32,
         content_bytes=8 * block_size,
-        token_bytes=4 * block_size,
+        token_bytes=4 * block_size + LABEL_BYTES,
     )
 
 

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient
-from server_fakes import FakeEngine
+from fakes import make_engine
+from server_fakes import END, STOP, FakeEngine, FakeTokenizer
 
+from radixkv.engine import AsyncEngine
 from radixkv.server import ServerConfig, create_app
 
 MakeClient = Callable[..., Awaitable[TestClient[Any, Any]]]
@@ -31,3 +33,17 @@ def engine() -> FakeEngine:
 @pytest.fixture
 async def client(make_client: MakeClient, engine: FakeEngine) -> TestClient[Any, Any]:
     return await make_client(engine)
+
+
+@pytest.fixture
+def serve(make_client: Any) -> Any:
+    """Serve a real engine; keyword arguments are those of `make_engine`."""
+
+    async def start(max_num_waiting: int = 64, **limits: Any) -> tuple[Any, AsyncEngine]:
+        limits = {"num_blocks": 256, "block_size": 16, "max_num_batched_tokens": 256, **limits}
+        engine = make_engine(eos_token_ids=(END, STOP), **limits)
+        engine.tokenizer = tokenizer = FakeTokenizer()
+        served = AsyncEngine(engine, tokenizer, model_name="real", max_num_waiting=max_num_waiting)
+        return await make_client(served), served
+
+    return start

@@ -201,6 +201,9 @@ class FakeEngine:
         if self._task is not None:
             self._task.cancel()
 
+    def stop_saving(self) -> None:
+        """It has nothing to save."""
+
     def submit(
         self,
         prompt_token_ids: Sequence[int],
@@ -208,6 +211,7 @@ class FakeEngine:
         *,
         namespace: Namespace = (),
         request_id: str | None = None,
+        grammar: object = None,
     ) -> FakeStream:
         if not self.accepting or self.dead:
             raise EngineClosedError("the engine is closed")

@@ -124,13 +124,11 @@ async def test_null_means_left_out(client: Any, engine: FakeEngine) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("best_of", 3),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("functions", [{"name": "f"}]),
-        ("guided_json", {"type": "object"}),
+        ("prompt_logprobs", 1),
         ("modalities", ["audio"]),
         ("top_logprobs", 2),
         ("stream_options", {"include_usage": True}),

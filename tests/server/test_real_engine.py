@@ -6,28 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from fakes import make_engine
-from server_fakes import END, STOP, FakeTokenizer, read_events, until
-
-from radixkv.engine import AsyncEngine
+from server_fakes import read_events, until
 
 IDS = [5 + i % 200 for i in range(65)]
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture
-def serve(make_client: Any) -> Any:
-    """Serve a real engine; keyword arguments are those of `make_engine`."""
-
-    async def start(max_num_waiting: int = 64, **limits: Any) -> tuple[Any, AsyncEngine]:
-        limits = {"num_blocks": 256, "block_size": 16, "max_num_batched_tokens": 256, **limits}
-        engine = make_engine(eos_token_ids=(END, STOP), **limits)
-        engine.tokenizer = tokenizer = FakeTokenizer()
-        served = AsyncEngine(engine, tokenizer, model_name="real", max_num_waiting=max_num_waiting)
-        return await make_client(served), served
-
-    return start
 
 
 async def complete(client: Any, ids: list[int], **fields: Any) -> Any:
