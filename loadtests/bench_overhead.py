@@ -58,6 +58,9 @@ class DummyRunner:
         """Return as many rows as are wanted."""
         return self.logits[: len(batch.logits_rows)]
 
+    def move_slots(self, moves: SequenceOf[tuple[int, int]]) -> None:
+        """Keep no KV."""
+
 
 class DummyTokenizer:
     """Every token is a letter: what a tokenizer costs is not measured here."""

@@ -253,6 +253,12 @@ class ServeConfig:
         "Milliseconds between two tokens of an answer that prompts should not exceed; they are "
         "cut into chunks for it. auto: no target.",
     )
+    speculative_tokens: int = _option(
+        0,
+        _integer(0, 64),
+        "Tokens guessed ahead by prompt lookup for each answer and step, verified in the step; "
+        "0 guesses none.",
+    )
     preemption_mode: str = _option(
         "auto",
         _choice("auto", "recompute", "swap"),

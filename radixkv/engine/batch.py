@@ -47,11 +47,9 @@ class BatchBuilder:
     """
 
     def __init__(self, cache: RadixCache) -> None:
-        self._tree = cache.tree
         self._block_size = cache.block_size
         self._sequences: list[Sequence] = []
         self._nodes: list[Node | None] = []
-        self._num_splits = -1
         self._order: list[int] = []
         self._groups: tuple[PrefixGroup, ...] = ()
 
@@ -61,16 +59,18 @@ class BatchBuilder:
         """Flatten chunks into a batch.
 
         Returns:
-            The batch, and the chunks in the order of its sequences. The i-th row of logits belongs
-            to the i-th of those that sample.
+            The batch, and the chunks in the order of its sequences. The rows of logits belong to
+            those that sample, in order: one for the last token of a chunk, and one behind it for
+            each token of its draft.
         """
         self._arrange([chunk.branch.sequence for chunk in chunks])
         ordered = [chunks[i] for i in self._order]
         starts = np.zeros(len(ordered) + 1, dtype=np.int32)
-        np.cumsum([chunk.count for chunk in ordered], out=starts[1:])
+        np.cumsum([chunk.num_rows for chunk in ordered], out=starts[1:])
         num_tokens = int(starts[-1])
         token_ids = np.empty(num_tokens, dtype=np.int64)
         positions = np.empty(num_tokens, dtype=np.int64)
+        places = np.empty(num_tokens, dtype=np.int64)  # where in the sequence's slots
         blocks = np.empty(num_tokens, dtype=np.int64)
         size = self._block_size
         tables: list[Int32Array] = []
@@ -79,24 +79,34 @@ class BatchBuilder:
             sequence, start, count = chunk.branch.sequence, chunk.start, chunk.count
             table = sequence.block_table
             tables.append(table)
-            if count == 1:
+            if chunk.num_rows == 1:
                 singles.append((sequence.token_ids[start], start, table[start // size]))
                 continue
-            rows = slice(row, row + count)
-            token_ids[rows] = sequence.token_ids[start : start + count]
-            positions[rows] = position = np.arange(start, start + count)
-            blocks[rows] = table[position // size]
+            rows, known = slice(row, row + chunk.num_rows), slice(row, row + count)
+            token_ids[known] = sequence.token_ids[start : start + count]
+            places[rows] = place = np.arange(start, start + chunk.num_rows)
+            positions[known] = place[:count]
+            blocks[rows] = table[place // size]
+            if chunk.draft is not None:
+                token_ids[row + count : row + chunk.num_rows] = chunk.draft.token_ids
+                depths = chunk.draft.depths()
+                positions[row + count : row + chunk.num_rows] = start + count - 1 + depths
         if singles:
             lone = starts[:-1][np.diff(starts) == 1]
             token_ids[lone], positions[lone], blocks[lone] = np.array(singles, dtype=np.int64).T
+            places[lone] = positions[lone]
         ends = starts[1:].tolist()
-        rows_wanted = [end - 1 for chunk, end in zip(ordered, ends, strict=True) if chunk.samples]
+        rows_wanted: list[int] = []
+        for chunk, end in zip(ordered, ends, strict=True):
+            if chunk.samples:
+                rows_wanted += range(end - 1 - (chunk.num_rows - chunk.count), end)
         attention = AttentionMetadata(
             query_start_loc=starts,
-            seq_lens=positions[starts[1:] - 1].astype(np.int32) + 1,
+            seq_lens=places[starts[1:] - 1].astype(np.int32) + 1,
             block_tables=tuple(tables),
-            slot_mapping=blocks * size + positions % size,
+            slot_mapping=blocks * size + places % size,
             groups=self._groups,
+            tree_masks=_tree_masks(ordered),
         )
         batch = ForwardBatch(
             token_ids=token_ids,
@@ -110,17 +120,20 @@ class BatchBuilder:
     def _arrange(self, sequences: list[Sequence]) -> None:
         """Order the sequences, and group them, unless they are those of the last step."""
         nodes = [sequence.node for sequence in sequences]
-        if (
-            nodes == self._nodes
-            and sequences == self._sequences
-            and self._num_splits == self._tree.num_splits
-        ):
+        # A run that is split meanwhile is shared by the same sequences as before.
+        if nodes == self._nodes and sequences == self._sequences:
             return
         self._sequences, self._nodes = sequences, nodes
-        self._num_splits = self._tree.num_splits
         paths = [_path(sequence) for sequence in sequences]
         self._order = sorted(range(len(paths)), key=paths.__getitem__)
         self._groups = tuple(group_by_prefix([paths[i] for i in self._order]))
+
+
+def _tree_masks(chunks: SequenceOf[ScheduledChunk]) -> tuple[npt.NDArray[np.bool_] | None, ...]:
+    drafts = [chunk.draft for chunk in chunks]
+    if all(draft is None or draft.is_line for draft in drafts):
+        return ()
+    return tuple(None if draft is None or draft.is_line else draft.mask() for draft in drafts)
 
 
 def group_by_prefix(paths: SequenceOf[Path]) -> list[PrefixGroup]:

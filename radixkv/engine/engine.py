@@ -24,12 +24,13 @@ from radixkv.engine.grammar_compiler import GrammarCompiler, MaskWorker
 from radixkv.engine.kv_events import KVEventStream
 from radixkv.engine.limits import Capacity, EngineLimits
 from radixkv.engine.request import EngineRequest, Status
-from radixkv.engine.runner import Runner
+from radixkv.engine.runner import Runner, launch
 from radixkv.engine.sampler import Expansion, SampledToken, Sampler
 from radixkv.engine.scheduler import ScheduledChunk, Scheduler, SchedulingOptions
 from radixkv.engine.snapshot import snapshot
+from radixkv.engine.speculation import DraftWalk
 from radixkv.engine.stats import EngineStats
-from radixkv.engine.step_cost import load_of
+from radixkv.engine.step_cost import StepLoad, load_of
 from radixkv.engine.swap import SwapSpace
 from radixkv.engine.tiering import Tiering
 from radixkv.errors import GrammarError, RequestRejectedError
@@ -212,7 +213,12 @@ class Engine:
         started = self._clock()
         try:
             with self._masks.computing(_grammars(chunks)):
-                logits = self.runner.execute(batch)
+                step = launch(self.runner, batch)
+                if step.is_pending:
+                    # The host would only wait: get ready what the next step needs.
+                    with lock:
+                        self.scheduler.reserve_ahead(chunks)
+                logits = step.result()
             with lock:
                 outputs = self._publish(chunks, logits)
         except Exception as error:  # one bad step must not take the other requests down
@@ -223,6 +229,7 @@ class Engine:
         self.num_steps += 1
         self.step_time_s += self.last_step - begin
         load = load_of(batch.attention, len(batch.logits_rows))
+        self._judge_drafts(chunks, load, self.last_step - begin)
         self.scheduler.step_cost.record(load, self.last_step - begin)
         if self.tiers is not None:
             num_tokens = sum(chunk.count for chunk in chunks)
@@ -242,11 +249,10 @@ class Engine:
         """File what was computed, and take one token for every branch that is due one."""
         branches, rows, searches = self._due(chunks)
         with torch.inference_mode():
-            # Before `_sample`, which changes the logits.
+            # Before `sample`, which changes the logits it is given.
             candidates = [self._expand(request, logits, searches[request]) for request in searches]
-            if rows != list(range(len(logits))):
-                logits = logits[rows]
-            tokens = self.sampler.sample(logits, branches) if branches else []
+            wanted = logits if rows == list(range(len(logits))) else logits[rows]
+            tokens = self.sampler.sample(wanted, branches) if branches else []
         for chunk in chunks:
             self._count_computed(chunk)
             chunk.branch.sequence.commit(chunk.start + chunk.count)
@@ -265,6 +271,7 @@ class Engine:
             except Exception as error:  # a tokenizer's failure is this request's alone
                 log.exception("request %s failed", branch.request.request_id)
                 outputs += self._fail(branch.request, error)
+        outputs += self._verify(chunks, branches, rows, tokens, logits, now)
         for request, expansions in zip(searches, candidates, strict=True):
             try:
                 outputs += self._advance(request, expansions, now)
@@ -272,6 +279,67 @@ class Engine:
                 log.exception("request %s failed", request.request_id)
                 outputs += self._fail(request, error)
         return outputs
+
+    def _verify(
+        self,
+        chunks: list[ScheduledChunk],
+        branches: list[Branch],
+        rows: list[int],
+        tokens: list[SampledToken],
+        logits: torch.Tensor,
+        now: float,
+    ) -> list[Output]:
+        """Go on from the tokens drawn along the drafts, as far as these were right.
+
+        Args:
+            chunks: of the step.
+            branches, rows, tokens: what was drawn for the last known tokens, from which rows.
+            logits: all rows, as the model gave them.
+        """
+        drafts = {c.branch: c.draft for c in chunks if c.draft is not None}
+        if not drafts:
+            return []
+        outputs: list[Output] = []
+        walks = [
+            DraftWalk(branch, drafts[branch], row, token.token_id)
+            for branch, row, token in zip(branches, rows, tokens, strict=True)
+            if branch in drafts
+        ]
+        going = walks
+        while going := [walk for walk in going if walk.advance()]:
+            moves = [move for walk in going for move in walk.take_moves(self.cache.block_size)]
+            if moves:
+                self.runner.move_slots(moves)
+            with torch.inference_mode():
+                drawn = self.sampler.sample(
+                    logits[[walk.row for walk in going]], [walk.branch for walk in going]
+                )
+            for walk, token in zip(going, drawn, strict=True):
+                branch = walk.branch
+                branch.sequence.commit(len(branch.sequence))
+                branch.num_ever_computed = max(branch.num_ever_computed, len(branch.sequence))
+                walk.tokens.append(token.token_id)
+                try:
+                    outputs += self._accept(branch, token, now)
+                except Exception as error:
+                    log.exception("request %s failed", branch.request.request_id)
+                    outputs += self._fail(branch.request, error)
+        speculator = self.scheduler.speculator
+        if speculator is not None:
+            for walk in walks:
+                speculator.record_walk(walk.draft, walk.tokens)
+        return outputs
+
+    def _judge_drafts(self, chunks: list[ScheduledChunk], load: StepLoad, seconds: float) -> None:
+        """Tell the speculator what a step with drafts took."""
+        speculator = self.scheduler.speculator
+        drafted = [c for c in chunks if c.draft is not None]
+        if speculator is None or not drafted:
+            return
+        for chunk in drafted:
+            load = load.minus(chunk.start + 1, chunk.num_rows - chunk.count)
+        num_decodes = sum(chunk.samples and chunk.count == 1 for chunk in chunks)
+        speculator.record_step(load, num_decodes, seconds)
 
     def _due(
         self, chunks: list[ScheduledChunk]
@@ -284,15 +352,18 @@ class Engine:
         branches: list[Branch] = []
         rows: list[int] = []
         searches: dict[EngineRequest, dict[Branch, int]] = {}
-        sampling = (chunk.branch for chunk in chunks if chunk.samples)
-        for row, branch in enumerate(sampling):
-            request = branch.request
+        row = 0
+        for chunk in chunks:
+            if not chunk.samples:
+                continue
+            branch, request = chunk.branch, chunk.branch.request
             if request.beams is not None:
                 searches.setdefault(request, {})[branch] = row
-                continue
-            made = request.branch_out() or [branch]
-            branches += made
-            rows += [row] * len(made)
+            else:
+                made = request.branch_out() or [branch]
+                branches += made
+                rows += [row] * len(made)
+            row += 1 + chunk.num_rows - chunk.count
         return branches, rows, searches
 
     def _expand(

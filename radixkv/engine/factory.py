@@ -196,6 +196,7 @@ def assemble_engine(
             max_skip_s=config.max_queue_skip,
             itl_target_s=None if config.itl_target is None else config.itl_target / 1000,
             preemption_mode=config.preemption_mode,
+            speculative_tokens=config.speculative_tokens,
         ),
     )
     if config.kv_events is not None:

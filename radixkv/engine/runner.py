@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -25,6 +26,11 @@ class LaunchedStep:
 
     _logits: torch.Tensor
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether the device may still be computing, so that the host has time for other work."""
+        return self._logits.device.type == "cuda"
+
     def logits(self) -> torch.Tensor:
         """Return `[num_logits, vocab]` float32 logits on the runner's device, without waiting.
 
@@ -35,7 +41,7 @@ class LaunchedStep:
 
     def result(self) -> torch.Tensor:
         """Return the logits when the device has computed them."""
-        if self._logits.device.type == "cuda":
+        if self.is_pending:
             torch.cuda.current_stream(self._logits.device).synchronize()
         return self._logits
 
@@ -47,6 +53,13 @@ class Runner(Protocol):
 
     def execute(self, batch: ForwardBatch) -> torch.Tensor:
         """Copy blocks, write KV, and return `[num_logits, vocab]` float32 logits."""
+        ...
+
+    def move_slots(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy the KV of single tokens, all layers, for (source, destination) slots.
+
+        All sources are read before anything is written.
+        """
         ...
 
 
@@ -86,6 +99,10 @@ class ModelRunner:
         self.attention = attention
         self.graphs = graphs
         self.vocab_size = decoder.config.vocab_size
+
+    def move_slots(self, moves: Sequence[tuple[int, int]]) -> None:
+        """See `Runner.move_slots`."""
+        self.pool.move_slots(moves)
 
     def execute(self, batch: ForwardBatch) -> torch.Tensor:
         """See `Runner.execute`; on a GPU the logits are there when it returns, and stay there."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sortedcontainers import SortedDict
@@ -11,7 +12,9 @@ from sortedcontainers import SortedDict
 from radixkv.cache import RadixCache
 from radixkv.engine.admission import Admission
 from radixkv.engine.branch import Branch
+from radixkv.engine.prompt_lookup import Draft
 from radixkv.engine.request import EngineRequest, Status
+from radixkv.engine.speculation import Speculator
 from radixkv.engine.step_cost import StepCost, StepRoom
 from radixkv.engine.swap import SwapSpace
 from radixkv.engine.tiering import Tiering
@@ -31,6 +34,7 @@ class SchedulingOptions:
         policy: the order of those that wait, see `WaitingQueue`.
         max_skip_s: with policy "cache-aware", how long others may go before the oldest.
         itl_target_s: how long a step with decodes should take; None is no limit.
+        speculative_tokens: most tokens drafted for a branch in a step; 0 drafts none.
         preemption_mode: whether a preempted request's KV is copied to the swap space: "swap" if
             there is room, "auto" if that is also estimated to be faster than computing it again.
     """
@@ -39,18 +43,26 @@ class SchedulingOptions:
     max_skip_s: float = 10.0
     itl_target_s: float | None = None
     preemption_mode: str = "auto"
+    speculative_tokens: int = 0
 
 
 @dataclass(slots=True)  # not frozen: one is made for every branch in every step
 class ScheduledChunk:
     """Tokens `start` to `start + count` of a branch, computed in one step.
 
-    The step yields a new token for the branch if the chunk reaches the end of its tokens.
+    The step yields a new token for the branch if the chunk reaches the end of its tokens; and more
+    if tokens of the `draft` that may follow, computed in the same step, turn out to be right.
     """
 
     branch: Branch
     start: int
     count: int
+    draft: Draft | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows of the step, those of drafted tokens included."""
+        return self.count if self.draft is None else self.count + len(self.draft)
 
     @property
     def samples(self) -> bool:
@@ -102,6 +114,9 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.swap = swap if options.preemption_mode != "recompute" else None
         self.step_cost = StepCost()
+        self.speculator: Speculator | None = None
+        if options.speculative_tokens:
+            self.speculator = Speculator(self.step_cost, max_tokens=options.speculative_tokens)
         self.admission = Admission(
             cache,
             max_num_seqs=max_num_seqs,
@@ -135,6 +150,7 @@ class Scheduler:
             "policy": self.options.policy,
             "num_following": self.admission.leaders.num_followers,
             "step_cost_s": None if costs is None else dict(zip(names, costs, strict=True)),
+            "speculation": self.speculator.stats() if self.speculator is not None else {},
             "swap": self.swap.stats() if self.swap is not None else {},
         }
 
@@ -169,6 +185,8 @@ class Scheduler:
             floor=self.cache.block_size,
         )
         room.add_decodes([chunk.start + 1 for chunk in chunks])
+        if self.speculator is not None and chunks:
+            chunks = self._add_drafts(self.speculator, chunks, room)
         for request in self._prefilling.values():
             if room.num_tokens > 0:
                 self._add_prefills(chunks, request, room)
@@ -176,6 +194,23 @@ class Scheduler:
         if self.num_preemptions == preemptions:
             self._admit(chunks, room, now)
         return chunks
+
+    def reserve_ahead(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Take the slots that the decodes of a step will need in the next one.
+
+        Meant for while the device computes the step: what the next one then finds reserved costs it
+        no allocation, eviction or note of a copy. Where there is no block, nothing happens; the next
+        step sees to it.
+        """
+        for chunk in chunks:
+            sequence, limit = chunk.branch.sequence, chunk.branch.request.max_total_tokens
+            # The first token behind a prompt may go to other branches as well, and the last one of
+            # an answer is never computed.
+            if chunk.count > 1 or not chunk.samples or len(sequence) + 1 >= limit:
+                continue
+            if not self.cache.num_available_blocks:
+                return
+            sequence.reserve(len(sequence) + 1)
 
     def preempt(self, request: EngineRequest) -> None:
         """Send a running request back to the queue; its blocks stay in the tree while they can."""
@@ -243,6 +278,26 @@ class Scheduler:
         for namespace, count in generated.items():
             self.waiting.charge(namespace, generated=count)
         return chunks
+
+    def _add_drafts(
+        self, speculator: Speculator, chunks: list[ScheduledChunk], room: StepRoom
+    ) -> list[ScheduledChunk]:
+        """Give decodes the tokens that may follow, where there are slots for them."""
+        # Half of the room is left to prompts.
+        drafts = speculator.draft([chunk.branch for chunk in chunks], room.num_tokens // 2)
+        drafted: list[ScheduledChunk] = []
+        for chunk in chunks:
+            draft = drafts.get(chunk.branch)
+            if draft is not None:
+                try:
+                    chunk.branch.sequence.reserve(len(chunk.branch.sequence) + len(draft))
+                except OutOfBlocksError:
+                    draft = None
+                else:
+                    room.add_draft(chunk.start + 1, len(draft))
+                    chunk = replace(chunk, draft=draft)
+            drafted.append(chunk)
+        return drafted
 
     def _reserve_or_preempt(self, request: EngineRequest) -> bool:
         """Make room for the next token of all branches; False if the request itself had to go."""

@@ -6,17 +6,62 @@ from collections.abc import Sequence
 
 from radixkv.engine.branch import Branch
 from radixkv.engine.prompt_lookup import Acceptance, Draft, find_occurrences, grow_draft
+from radixkv.engine.request import Status
 from radixkv.engine.step_cost import StepCost, StepLoad
 
-__all__ = ["Speculator"]
+__all__ = ["DraftWalk", "Speculator"]
 
 MAX_DEPTH = 8
-UNKNOWN_COST_CHANCE = 0.5  # what a guess needs while the cost of a step isn't known
+# What a guess needs, at most, until steps with drafts have shown what drafted tokens cost.
+TRIAL_CHANCE = 0.3
 LEAST_CHANCE = 0.05
 # Steps with drafts are judged in batches; after one that didn't pay there is a pause, which grows.
 TRIAL_STEPS = 24
 FIRST_PAUSE = 64
 MAX_PAUSE = 1024
+
+
+class DraftWalk:
+    """Owns the way of one branch through its draft after a step.
+
+    Attributes:
+        tokens: drawn so far; each but the last is the token of a drafted node.
+        row: of the logits at the node that is reached.
+    """
+
+    def __init__(self, branch: Branch, draft: Draft, row: int, token_id: int) -> None:
+        """Start at the branch's last known token, whose row of logits gave `token_id`."""
+        self.branch = branch
+        self.draft = draft
+        self.tokens = [token_id]
+        self.row = row
+        self._first_row = row
+        self._node = -1
+
+    def advance(self) -> bool:
+        """Go to the node of the last token drawn, if it was drafted and the answer goes on."""
+        request = self.branch.request
+        if self.branch.finish_reason is not None or request.status is Status.FINISHED:
+            return False
+        child = self.draft.child(self._node, self.tokens[-1])
+        if child is None:
+            return False
+        self._node = child
+        self.row = self._first_row + 1 + child
+        return True
+
+    def take_moves(self, block_size: int) -> list[tuple[int, int]]:
+        """Return the (source, destination) slot by which the node's KV gets to its place."""
+        sequence = self.branch.sequence
+        place = len(sequence) - 1  # of the node's token, which the sequence ends with by now
+        written = place - len(self.tokens) + 1 + self._node
+        if written == place:
+            return []
+        table = sequence.block_table
+        source, target = (
+            int(table[at // block_size]) * block_size + at % block_size for at in (written, place)
+        )
+        return [(source, target)]
 
 
 class Speculator:
@@ -54,8 +99,10 @@ class Speculator:
         self._acceptance = Acceptance()
         self._pause = 0
         self._next_pause = FIRST_PAUSE
+        self._num_tries = TRIAL_STEPS  # drafts still to be tried whatever they seem to cost
         self._trial_steps = 0
         self._trial_gain = 0.0  # seconds saved in the trial, negative if lost
+        self._accepted_in_step = 0
 
     def draft(self, branches: Sequence[Branch], budget: int) -> dict[Branch, Draft]:
         """Return drafts for some of the branches that decode in a step.
@@ -98,6 +145,7 @@ class Speculator:
         """
         self.num_drafted += len(draft)
         self.num_accepted += len(sampled) - 1
+        self._accepted_in_step += len(sampled) - 1
         parent = -1
         for token_id in sampled:
             for node in range(parent + 1, len(draft)):
@@ -108,23 +156,23 @@ class Speculator:
                 return
             parent = child
 
-    def record_step(self, without: StepLoad, num_decodes: int, made: int, seconds: float) -> None:
-        """Judge a step that verified drafts.
+    def record_step(self, without: StepLoad, num_decodes: int, seconds: float) -> None:
+        """Judge a step that verified drafts, after `record_walk` of each.
 
         Args:
-            without: what the step would have done without them.
+            without: what the step would have done without drafts.
             num_decodes: tokens it would have made.
-            made: tokens it made.
             seconds: it took.
         """
+        more, self._accepted_in_step = self._accepted_in_step, 0
         predicted = self._cost.predict(without)
-        if predicted is None or not num_decodes:
+        # A step of decodes alone, without the prompts that this one may have computed as well.
+        alone = self._cost.predict(StepLoad(num_decodes, without.attended, num_decodes))
+        if predicted is None or alone is None or not num_decodes:
             return
-        # What the same tokens would have taken, step by step, other work of the step included once.
-        extra = StepLoad(num_decodes, without.attended, num_decodes)
-        alone = self._cost.predict(extra) or predicted
-        self._trial_gain += predicted + alone * (made - num_decodes) / num_decodes - seconds
+        self._trial_gain += predicted + alone * more / num_decodes - seconds
         self._trial_steps += 1
+        self._num_tries = max(0, self._num_tries - 1)
         if self._trial_steps < TRIAL_STEPS:
             return
         if self._trial_gain < 0:
@@ -135,6 +183,14 @@ class Speculator:
             self._next_pause = FIRST_PAUSE
         self._trial_steps, self._trial_gain = 0, 0.0
 
+    def stats(self) -> dict[str, int]:
+        """Return the counters."""
+        return {
+            "tokens_drafted": self.num_drafted,
+            "tokens_accepted": self.num_accepted,
+            "pauses": self.num_pauses,
+        }
+
     def _least_chances(self, branches: Sequence[Branch]) -> list[float]:
         """Return the chance that a token drafted for each branch must have to be worth its time."""
         coefficients = self._cost.coefficients
@@ -142,11 +198,12 @@ class Speculator:
         load = StepLoad(len(branches), sum(lengths), len(branches))
         seconds = self._cost.predict(load)
         if coefficients is None or not seconds:
-            return [UNKNOWN_COST_CHANCE] * len(branches)
+            return [TRIAL_CHANCE] * len(branches)
         _, per_token, per_pair, per_sample = coefficients
         rate = len(branches) / seconds
+        most = TRIAL_CHANCE if self._num_tries else 1.0
         return [
-            max(LEAST_CHANCE, rate * (per_token + per_pair * length + per_sample))
+            min(max(LEAST_CHANCE, rate * (per_token + per_pair * length + per_sample)), most)
             for length in lengths
         ]
 

@@ -45,6 +45,11 @@ class StepLoad:
         attended = self.attended + count * start + count * (count + 1) // 2
         return StepLoad(self.tokens + count, attended, self.samples + samples)
 
+    def minus(self, start: int, count: int) -> StepLoad:
+        """Return the load without `count` drafted tokens behind the first `start`, all sampled."""
+        attended = self.attended - count * start - count * (count + 1) // 2
+        return StepLoad(self.tokens - count, attended, self.samples - count)
+
 
 class StepCost:
     """Owns a linear model of the seconds of a step: constant, tokens, attended pairs, samples.
@@ -209,6 +214,11 @@ class StepRoom:
             self._load.attended + sum(seq_lens),
             self._load.samples + len(seq_lens),
         )
+
+    def add_draft(self, start: int, count: int) -> None:
+        """Take `count` drafted tokens that follow the first `start` of a sequence."""
+        self.num_tokens -= count
+        self._load = self._load.plus(start, count, samples=count)
 
     def fit(self, start: int, wanted: int) -> int:
         """Return how many of the `wanted` tokens from `start` on the step can take; 0 if none."""

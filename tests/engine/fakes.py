@@ -61,14 +61,28 @@ class FakeRunner:
             assert len(table) >= -(-length // self.block_size), "a block table too short"
             history = self.slots[table].reshape(-1)[:length]
             assert (history != POISON).all(), "a slot that was never written is read"
-            if last in rows:
-                logits.append(fake_logits(history, self.vocab_size))
+            mask = meta.tree_masks[i] if meta.tree_masks else None
+            for new in range(count):
+                row = last + 1 - count + new
+                if row in rows:
+                    context, chunk = np.split(history, [length - count])
+                    seen = chunk[: new + 1] if mask is None else chunk[mask[new]]
+                    assert batch.positions[row] == length - count + len(seen) - 1
+                    logits.append(self.logits_after(np.concatenate([context, seen])))
         for group in meta.groups:
             tables = meta.block_tables[group.first_seq : group.last_seq]
             shared = [t[group.first_block : group.last_block].tolist() for t in tables]
             assert len(tables) > 1
             assert all(s == shared[0] for s in shared)
         return torch.from_numpy(np.array(logits, dtype=np.float32).reshape(-1, self.vocab_size))
+
+    def logits_after(self, history: np.ndarray) -> np.ndarray:
+        return fake_logits(history, self.vocab_size)
+
+    def move_slots(self, moves: Sequence[tuple[int, int]]) -> None:
+        sources, targets = zip(*moves, strict=True)
+        slots = self.slots.reshape(-1)
+        slots[list(targets)] = slots[list(sources)]
 
     def gather_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
         self._fail_transfer()

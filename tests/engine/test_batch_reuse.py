@@ -56,7 +56,7 @@ def test_stress_kept_order_and_groups_equal_fresh_ones() -> None:
 
 
 def test_run_that_a_newcomer_splits_is_grouped_anew() -> None:
-    """Two answers hold one run; a third shares half of it, without any of the two changing."""
+    """Two answers hold one run; a third shares half of it, and neither of the two changes."""
     harness = Harness(300, 4, max_num_seqs=4)
     compared = compare(harness)
     base = prompt_of(33)

@@ -14,13 +14,16 @@ from radixkv.request import SamplingParams
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 11, "max_tokens": 20}
 PENALTIES = {"frequency_penalty": 1.0, "repetition_penalty": 1.3, "logit_bias": ((70, 4.0),)}
 
+# Answers of a, b and c, of which every branch holds a part back.
+HELD_TEXT = {"stop": ("abc",), "logit_bias": tuple((ord(c), 9.0) for c in "abc")}
+
 
 def tokens(harness: Harness, request_id: str) -> list[list[int]]:
     return [answer.token_ids for answer in harness.choices[request_id]]
 
 
 @pytest.mark.parametrize("length", [16, 17, 21])
-@pytest.mark.parametrize("extra", [{}, PENALTIES, {"stop": ("p", "qq")}, {"min_tokens": 9}])
+@pytest.mark.parametrize("extra", [{}, PENALTIES, HELD_TEXT, {"min_tokens": 9}])
 def test_each_branch_draws_as_a_request_with_its_seed(length: int, extra: dict[str, Any]) -> None:
     """Counts of penalties, held back text and masks are each branch's own after the fork."""
     prompt = prompt_of(length)

@@ -254,6 +254,15 @@ def test_stop_token_ends_only_where_the_grammar_does(grammars: GrammarCompiler) 
     assert not state.is_complete
 
 
+def test_stop_token_that_the_grammar_demands_is_text_before_min_tokens(harness: Harness) -> None:
+    answer = harness.ask(
+        prompt_of(5), grammar=spec("choice", ["abc"]), min_tokens=9, stop_token_ids=(ord("b"),)
+    )
+    assert answer.text == "abc"
+    assert answer.last.finish_reason == "stop"
+    assert answer.last.stop_reason is None
+
+
 def test_stop_string_cuts_a_constrained_answer(harness: Harness) -> None:
     answer = harness.ask(prompt_of(5), grammar=spec("choice", ["abcdef"]), stop=("de",))
     assert answer.text == "abc"
@@ -359,7 +368,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("grammar", "start: " + "(" * 30000 + '"a"' + ")" * 30000),
     ("grammar", "root ::= nothing"),
     ("grammar", "root ::= " + "(" * 30000 + '"a"' + ")" * 30000),
-    ("grammar", "".join(f"a{i}: a{i + 1}\n" for i in range(MAX_RULES)) + 'start: a0 "x"'),
 ]
 
 
@@ -393,13 +401,23 @@ def test_spec_out_of_bounds_is_refused(kind: str, text: str) -> None:
 
 
 def test_deep_references_do_not_overflow_the_stack(grammars: GrammarCompiler) -> None:
-    """The library recurses once per reference: with a usual stack this ends the process."""
-    chain = {
-        f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"type": "null"}]} for i in range(1000)
-    }
-    schema = {"$ref": "#/$defs/a0", "$defs": {**chain, "a1000": {"const": 5}}}
-    state = write(start(grammars, "json_schema", schema), "5")
-    assert state.is_complete
+    """The library recurses at each level: with a usual stack this ends the process."""
+    depth, count = 55, 90
+    levels = (
+        f'"a{i}":' + '{"anyOf":[' * depth + f'{{"$ref":"#/$defs/a{i + 1}"}}' + "]}" * depth
+        for i in range(count)
+    )
+    schema = f'{{"$ref":"#/$defs/a0","$defs":{{{",".join(levels)},"a{count}":{{"const":5}}}}}}'
+    assert write(start(grammars, "json_schema", schema), "5").is_complete
+
+
+def test_grammar_of_too_many_rules_is_refused(grammars: GrammarCompiler) -> None:
+    def chain(count: int) -> str:
+        return "start: a1\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(1, count - 1))
+
+    assert write(start(grammars, "grammar", chain(MAX_RULES) + f'a{MAX_RULES - 1}: "x"'), "x")
+    with pytest.raises(RequestRejectedError, match="at most"):
+        grammars.compile(spec("grammar", chain(MAX_RULES + 1) + f'a{MAX_RULES}: "x"'))
 
 
 def test_grammar_that_takes_too_long_is_refused() -> None:
@@ -439,10 +457,10 @@ def test_engine_without_grammars_refuses_them() -> None:
 
 
 class WordMarks:
-    """Puts a space before every text that it encodes, as sentencepiece does."""
+    """Puts a space before every text that it encodes, as sentencepiece does; works backwards."""
 
     special_token_ids = frozenset({0})
-    pieces = ("<end>", " ", "a", "b", "ab", " ab", "\x02", " \x02", "<", "e", "n", "d", ">", "x")
+    pieces = ("<end>", " ", "a", "b", "ab", " ab", "\x02", " \x02", *"<end>x", "bb", "xb")
     vocab_size = len(pieces)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -451,15 +469,22 @@ class WordMarks:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         ids, text = [], " " + text
         while text:
-            piece = max((p for p in self.pieces if text.startswith(p)), key=len)
+            piece = max((p for p in self.pieces if text.endswith(p)), key=len)
             ids.append(self.pieces.index(piece))
-            text = text[len(piece) :]
-        return ids
+            text = text[: -len(piece)]
+        return ids[::-1]
 
 
 @pytest.mark.parametrize(
     ("text", "ids"),
-    [("ab", [4]), ("abb", [4, 3]), (" ab", [5]), ("<end>", [8, 9, 10, 11, 12]), ("", [])],
+    [
+        ("ab", [4]),
+        ("abb", [2, 14]),
+        ("abxbb", [4, 13, 14]),
+        (" ab", [5]),
+        ("<end>", [8, 9, 10, 11, 12]),
+        ("", []),
+    ],
 )
 def test_prescribed_text_is_spelled_as_the_model_would(text: str, ids: list[int]) -> None:
     """Without the word mark of a beginning, and never with a special token."""

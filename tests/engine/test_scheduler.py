@@ -247,6 +247,17 @@ def test_two_floods_share_what_is_served() -> None:
     assert 0.8 <= served["b"] / served["a"] <= 1.25
 
 
+def test_computed_and_generated_tokens_are_charged_and_reused_ones_are_not() -> None:
+    harness = Harness(64, 4)
+    prompt = prompt_of(13)
+    counters = harness.scheduler.waiting.counters
+    for number in (1, 2):
+        harness.add(str(number), prompt, ("a",), max_tokens=6, ignore_eos=True, **GREEDY)
+        harness.run()
+        # The last token is never fed back.
+        assert counters.get(("a",)) == 13 + (number - 1) + number * 5 * counters.output_weight
+
+
 # --- what a stuck request costs -----------------------------------------------------------------
 
 

@@ -302,7 +302,8 @@ def test_new_work_waits_until_the_preempted_are_back() -> None:
     while not harness.scheduler.num_preemptions:
         harness.step()
     victim = next(iter(harness.scheduler.waiting))
-    late = harness.add("late", prompt_of(2, seed=9), max_tokens=2, **GREEDY)
+    # Of a namespace that was served less.
+    late = harness.add("late", prompt_of(2, seed=9), ("quiet",), max_tokens=2, **GREEDY)
     while victim in list(harness.scheduler.waiting):
         assert late.timings.first_scheduled is None
         harness.step()
