@@ -121,6 +121,8 @@ def launch_arguments(
     v_scale: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    *,
+    has_mask: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Check the arguments that both prefill kernels take; return positional and constant ones.
 
@@ -185,8 +187,9 @@ def launch_arguments(
         raise ValueError(f"tile_rows must be at most {most_rows}, got {tile_rows}")
     target = device_target(device)
     config = prefill_config(
-        head_dim, block_size, query.dtype, k_pool.dtype, tile_rows * group_size, target
-    )
+        head_dim, block_size, query.dtype, k_pool.dtype, tile_rows * group_size, target,
+        has_mask=has_mask,
+    )  # fmt: skip
     has_fp8_bits = k_pool.dtype == torch.float8_e4m3fn and not has_fp8_loads(target)
     if has_fp8_bits:
         k_pool, v_pool = k_pool.view(torch.uint8), v_pool.view(torch.uint8)

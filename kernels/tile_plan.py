@@ -37,6 +37,8 @@ def prefill_config(
     kv_dtype: torch.dtype,
     num_rows: int,
     target: str,
+    *,
+    has_mask: bool = False,
 ) -> PrefillConfig:
     """Return the launch parameters for tiles of `num_rows` rows.
 
@@ -47,6 +49,7 @@ def prefill_config(
         kv_dtype: of the pool.
         num_rows: tokens of a tile times the query heads of a KV head; see `choose_tile_rows`.
         target: "sm_80", "sm_90", "gfx942", ...; see `device_target`.
+        has_mask: whether a tile of a bitmask is held, too.
     """
     pad_dim = _power_of_two(head_dim)
     tile_m = max(16, _power_of_two(num_rows))
@@ -58,7 +61,10 @@ def prefill_config(
         return PrefillConfig(tile_m, 64 if pad_dim <= 128 else 32, num_warps=4, num_stages=2)
     if target in _WIDE_TARGETS:
         num_warps = 8 if tile_m >= 128 else 4
-        return PrefillConfig(tile_m, 64 if pad_dim <= 128 else 32, num_warps, num_stages=3)
+        tile_n = 64 if pad_dim <= 128 else 32
+        if has_mask and target != "sm_90" and tile_m * pad_dim == 128 * 128:
+            tile_n = 32  # The mask's words would spill.
+        return PrefillConfig(tile_m, tile_n, num_warps, num_stages=3)
     # Operands lie in registers: these are the tiles that fit without spilling.
     num_warps = 8 if tile_m >= 128 or pad_dim > 128 else 4
     return PrefillConfig(tile_m, 64 if pad_dim <= 64 else 32, num_warps, num_stages=3)

@@ -93,6 +93,7 @@ def tree_verify(
         v_scale,
         out,
         lse,
+        has_mask=True,
     )
     num_tokens, device = query.shape[0], query.device
     check_tensor(

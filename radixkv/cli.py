@@ -1,4 +1,4 @@
-"""The command line: `radixkv serve`, `radixkv pull`, `radixkv tree`."""
+"""The command line: `radixkv serve`, `pull`, `tree` and `bench`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.logging import RichHandler
 from radixkv import __version__
 from radixkv.config import REPEATABLE, ServeConfig, format_bytes, load_config
 from radixkv.errors import RadixKVError
+from radixkv.simulate.command import add_commands as add_simulate_commands
 
 __all__ = ["app", "main"]
 
@@ -29,6 +30,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+bench = typer.Typer(no_args_is_help=True, help="Measure a model on this machine.")
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
@@ -71,8 +75,9 @@ def serve(config: str | None = None, **options: Any) -> None:
             f"[bold]{engine.model_name}[/bold] ({built.dtype}, "
             f"{format_bytes(built.weight_bytes)} of weights) is ready after "
             f"{time.monotonic() - began:.1f} s\n"
-            f"KV cache: {built.num_blocks} blocks of {built.block_size} tokens, "
-            f"{format_bytes(built.bytes_per_block)} each, {format_bytes(built.kv_bytes)} in all; "
+            f"KV cache: {built.num_blocks} blocks of {built.block_size} tokens in "
+            f"{built.kv_dtype}, {format_bytes(built.bytes_per_block)} each, "
+            f"{format_bytes(built.kv_bytes)} in all; "
             f"up to {engine.max_model_len} tokens a request\n"
             f"Listening on [bold]{url}[/bold] (cache report: {url}/admin/cache). Try:\n",
             highlight=False,
@@ -131,6 +136,41 @@ def tree(
     except RadixKVError as error:
         _fail(error)
     Console().print(render_tree(report), soft_wrap=True)
+
+
+@bench.command()
+def quality(
+    model: Annotated[
+        str | None, typer.Option(help="As for serve. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    quantization: Annotated[str, typer.Option(help="Of weights: none or int8.")] = "none",
+    kv_cache_dtype: Annotated[str, typer.Option(help="Of KV: auto, int8 or fp8.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    tokens: Annotated[int, typer.Option(min=2, help="Of the text, all if it has fewer.")] = 8192,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of one sequence.")] = 2048,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of one step.")] = 128,
+) -> None:
+    """Measure what quantization costs in perplexity, as a table and a line of JSON."""
+    console = Console(stderr=True)
+    try:
+        from radixkv.quality import QualitySettings, compare, render_report
+
+        report = compare(
+            QualitySettings(
+                model=model,
+                device=device,
+                quantization=quantization,
+                kv_cache_dtype=kv_cache_dtype,
+                num_tokens=tokens,
+                window=window,
+                chunk=chunk,
+            ),
+            console=console,
+        )
+    except RadixKVError as error:
+        _fail(error)
+    console.print(render_report(report))
+    typer.echo(json.dumps(report.as_json()))
 
 
 @app.command()
@@ -195,3 +235,4 @@ def _parameter(name: str, help_text: str, metavar: str) -> inspect.Parameter:
 
 
 _add_serve_command()
+add_simulate_commands(app)

@@ -159,6 +159,17 @@ class ServeConfig:
         _choice("auto", "bfloat16", "float16", "float32"),
         "Type of weights and KV. auto: the model's own.",
     )
+    quantization: str = _option(
+        "none",
+        _choice("none", "int8"),
+        "int8 rounds weights to 8 bits, on a CPU: less memory, and faster.",
+    )
+    kv_cache_dtype: str = _option(
+        "auto",
+        _choice("auto", "int8", "fp8"),
+        "Type of KV; 8 bits hold twice the tokens, and take longer to read on a CPU. auto: that "
+        "of --dtype.",
+    )
     device: str = _option(
         "auto",
         _choice("auto", "cpu", "cuda"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import InitVar, dataclass, field
+from typing import Any, Literal, Protocol, cast
 
 from radixkv.errors import RequestRejectedError
 
@@ -63,8 +65,9 @@ class GrammarSpec:
     Attributes:
         kind: how to read `text`.
         text: a JSON schema; a regular expression that the whole answer matches; a JSON list of the
-            answers to choose from; or a grammar in Lark's notation or, with "::=", in GBNF. At most
-            64 KiB.
+            answers to choose from; a grammar in Lark's notation or, with "::=", in GBNF; or, as
+            "tools", one in Lark's notation that the server has made of the tools' schemas, whose
+            rules aren't counted. At most 64 KiB.
         param: the request field that it comes from; named when it is refused. Specs that differ in
             nothing else are equal.
 
@@ -72,7 +75,7 @@ class GrammarSpec:
         RequestRejectedError: the text is empty or too long, or is no list of choices.
     """
 
-    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    kind: Literal["json_schema", "regex", "choice", "grammar", "tools"]
     text: str
     param: str = field(default="grammar", compare=False)
 
@@ -99,6 +102,14 @@ class GrammarSpec:
         return RequestRejectedError(f"{self.param} {reason}", param=self.param)
 
 
+class GrammarSource(Protocol):
+    """Another way to say what an answer must look like, such as `StructuredOutputsParams`."""
+
+    def spec(self) -> GrammarSpec:
+        """Return it as the engine takes it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Validated on construction.
@@ -114,14 +125,14 @@ class SamplingParams:
             and the output; 1 is off, range (0, 10]. Source: CTRL, arXiv:1909.05858.
         presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output,
             once or per occurrence; -2 to 2.
-        stop: strings that end the answer and are not part of it.
+        stop: strings that end the answer and are not part of it; one may be given as it is.
         stop_token_ids: token ids that end the answer, beside the model's own end tokens.
         max_tokens: most tokens to generate; None means up to the context length.
         min_tokens: end tokens are masked until this many are generated.
         ignore_eos: the model's end tokens do not end the answer.
         logprobs: number of most likely alternatives to report per token (0: only the chosen
             one); None reports nothing. They are taken before temperature and penalties.
-        logit_bias: (token id, bias) pairs added to the logits, bias -100 to 100.
+        logit_bias: (token id, bias) pairs, or a mapping, added to the logits, bias -100 to 100.
         skip_special_tokens: leave special tokens out of the text.
         cache_priority: what the request uses of the cache goes after what is lower, under the
             eviction policy "priority"; 0 to 1000.
@@ -140,6 +151,9 @@ class SamplingParams:
             it can't become better at any length.
         grammar: what each answer must look like; None is anything. Log-probabilities stay those
             of the model without it.
+        structured_outputs: the same in vLLM's words; it is kept as `grammar`.
+
+    After construction `stop`, `stop_token_ids` and `logit_bias` are tuples; None is an empty one.
 
     Raises:
         RequestRejectedError: a value is out of range; `param` names the field.
@@ -153,8 +167,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: SequenceOf[str] = ()
+    stop_token_ids: SequenceOf[int] = ()
     max_tokens: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -171,8 +185,16 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     grammar: GrammarSpec | None = None
+    structured_outputs: InitVar[GrammarSource | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, structured_outputs: GrammarSource | None) -> None:
+        self._normalise()
+        if structured_outputs is not None:
+            if self.grammar is not None:
+                raise RequestRejectedError(
+                    "structured_outputs can't be combined with grammar", param="structured_outputs"
+                )
+            object.__setattr__(self, "grammar", structured_outputs.spec())
         _check_range("temperature", self.temperature, 0.0, 2.0)
         _check_range("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
@@ -242,6 +264,17 @@ class SamplingParams:
                     f"logit_bias values must be between -100 and 100, got {bias:g}",
                     param="logit_bias",
                 )
+
+    def _normalise(self) -> None:
+        """Make tuples of what callers of other engines give as a text, lists, a mapping or None."""
+        stop, bias = self.stop, cast("Any", self.logit_bias)
+        values = {
+            "stop": (stop,) if isinstance(stop, str) else tuple(stop or ()),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "logit_bias": tuple(bias.items() if isinstance(bias, Mapping) else bias or ()),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def num_branches(self) -> int:

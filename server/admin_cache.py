@@ -8,9 +8,11 @@ from aiohttp import web
 
 from radixkv.engine import namespace_label
 from radixkv.errors import RequestRejectedError
+from radixkv.request import Namespace
 from radixkv.server.auth import make_namespace, tenant_of
 from radixkv.server.body import json_response, read_json
 from radixkv.server.errors import ApiError, api_error_from
+from radixkv.server.history import encode_chat
 from radixkv.server.messages import template_messages, template_tools
 from radixkv.server.prompts import INLINE_CHARS
 from radixkv.server.protocol import ExplainRequest
@@ -70,7 +72,7 @@ async def explain_prompt(request: web.Request) -> web.Response:
         request, ExplainRequest, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s
     )
     namespace = make_namespace(tenant_of(request), body.cache_salt)
-    ids = await prompt_ids(state, body)
+    ids = await prompt_ids(state, body, namespace)
     try:
         explanation = await state.engine.explain_prompt(ids, namespace)
     except RequestRejectedError as error:
@@ -105,7 +107,9 @@ async def cache_tree(request: web.Request) -> web.Response:
     return json_response({"object": "cache.tree", "model": state.model_name, **report})
 
 
-async def prompt_ids(state: ServerState, body: ExplainRequest | PromptFields) -> list[int]:
+async def prompt_ids(
+    state: ServerState, body: ExplainRequest | PromptFields, namespace: Namespace
+) -> list[int]:
     """Return the ids of `prompt` or `messages`, as a completion or a chat would have them."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(
@@ -115,11 +119,15 @@ async def prompt_ids(state: ServerState, body: ExplainRequest | PromptFields) ->
             code="invalid_value",
         )
     if body.messages is not None:
-        return await state.prompts.encode_chat(
+        prompt = await encode_chat(
+            state.prompts,
+            state.history,
+            namespace,
             template_messages(body.messages, supports_tools=state.prompts.supports_tools),
             template_tools(body.tools),
             add_generation_prompt=body.add_generation_prompt is not False,
         )
+        return prompt.ids
     if isinstance(body.prompt, str):
         return await state.prompts.encode_text(
             body.prompt, add_special_tokens=body.add_special_tokens is not False, param="prompt"
@@ -140,7 +148,26 @@ def _request_object(
         "cached_by_tier": entry.cached_by_tier,
         "computed_tokens": entry.num_computed_tokens,
         **_explanation_fields(state, entry.explanation, reveal=reveal),
+        **_history_fields(state, entry.request_id),
     }
+
+
+def _history_fields(state: ServerState, request_id: str) -> dict[str, Any]:
+    """Return what became of this server's own answers in the request's history."""
+    report = state.history.report_of(request_id)
+    if report is None:
+        return {}
+    history: dict[str, Any] = {
+        "exact_answers": report.exact,
+        "rewritten_messages": list(report.rewritten),
+    }
+    if report.rewritten:
+        history["message"] = (
+            f"messages[{report.rewritten[0]}] is an answer of this server, but the chat template "
+            "renders it, or what comes before it, otherwise than when it was generated; from there "
+            "on nothing that was computed then can match."
+        )
+    return {"history": history}
 
 
 def _explanation_fields(

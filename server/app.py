@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from radixkv.server import admin, admin_cache, models, pins, session_routes
+from radixkv.server import (
+    admin,
+    admin_cache,
+    admin_engine,
+    anthropic,
+    models,
+    pins,
+    responses_api,
+    session_routes,
+    tokenize_routes,
+)
 from radixkv.server.chat import chat_completions
 from radixkv.server.completions import completions
 from radixkv.server.config import ServerConfig
@@ -20,6 +30,7 @@ from radixkv.server.middleware import MIDDLEWARES, add_request_id
 from radixkv.server.prompts import PromptBuilder
 from radixkv.server.sessions import SessionStore
 from radixkv.server.state import STATE, Lifecycle, ServerState
+from radixkv.server.tool_parsers import FAMILIES, ToolFamily, family_of_template
 from radixkv.server.turns import post_message
 
 if TYPE_CHECKING:
@@ -53,6 +64,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> web.A
         prompts=PromptBuilder(engine),
         sessions=SessionStore(max_sessions=config.max_sessions, idle_s=config.session_idle_s),
         lifecycle=Lifecycle(),
+        tools=_tool_family(engine, config),
     )
     app.cleanup_ctx.append(_run_engine)
     app.on_response_prepare.append(add_request_id)
@@ -60,6 +72,14 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> web.A
         [
             web.post("/v1/chat/completions", chat_completions),
             web.post("/v1/completions", completions),
+            web.post("/v1/responses", responses_api.create_response),
+            web.get("/v1/responses/{response_id}", responses_api.get_response),
+            web.delete("/v1/responses/{response_id}", responses_api.delete_response),
+            web.get("/v1/responses/{response_id}/input_items", responses_api.list_input_items),
+            web.post("/v1/messages", anthropic.create_message),
+            web.post("/v1/messages/count_tokens", anthropic.count_tokens),
+            web.post("/tokenize", tokenize_routes.tokenize),
+            web.post("/detokenize", tokenize_routes.detokenize),
             web.get("/v1/models", models.list_models),
             web.get("/v1/models/{model:.+}", models.get_model),
             web.post("/v1/sessions", session_routes.create_session),
@@ -74,6 +94,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> web.A
             web.get("/health", health),
             web.get("/metrics", admin.metrics),
             web.get("/admin/cache", admin.cache_stats),
+            web.get("/admin/engine", admin_engine.engine_stats),
             web.get("/admin/cache/explain/{request:.+}", admin_cache.explain_request),
             web.post("/admin/cache/explain", admin_cache.explain_prompt),
             web.get("/admin/cache/misses", admin_cache.latest_misses),
@@ -89,6 +110,17 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> web.A
         ]
     )
     return app
+
+
+def _tool_family(engine: AsyncEngine, config: ServerConfig) -> ToolFamily:
+    """Return the family that the options name, or else the one that the chat template teaches."""
+    if config.tool_parser is not None:
+        return FAMILIES[config.tool_parser]
+    tokenizer = engine.tokenizer
+    # A template that shows no tools teaches nothing, whatever its name.
+    return family_of_template(
+        tokenizer.chat_template if tokenizer.template_supports_tools else None
+    )
 
 
 async def _run_engine(app: web.Application) -> AsyncIterator[None]:

@@ -16,6 +16,7 @@ from radixkv.server.errors import ApiError
 __all__ = ["authenticate", "make_namespace", "namespace_quotas", "tenant_of"]
 
 MAX_SALT_CHARS = 256
+API_KEY_HEADER = "X-API-Key"
 TENANT = web.RequestKey("tenant", str)
 
 
@@ -29,6 +30,8 @@ def authenticate(request: web.Request, api_key: str | None) -> None:
         request[TENANT] = ""
         return
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    if not scheme and API_KEY_HEADER in request.headers:  # where clients of Anthropic's API put it
+        scheme, given = "bearer", request.headers[API_KEY_HEADER]
     expected = api_key.encode()
     # Bytes of equal or unequal length: compare_digest leaks neither content nor, for short keys
     # of common formats, anything useful about the length.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from radixkv.errors import ConfigError
+from radixkv.server.tool_parsers import FAMILIES
 
 __all__ = ["ServerConfig"]
 
@@ -26,6 +27,8 @@ class ServerConfig:
         keepalive_s: a stream that is silent for so long gets an SSE comment line; 0: never.
         session_idle_s: a session that nobody used for so long is forgotten.
         max_sessions: sessions held at most; further ones are refused, none is thrown away.
+        tool_parser: family of models whose tool calls are read, by its name in `FAMILIES`; None:
+            the one that the chat template teaches.
         max_prompts: prompts in one `/v1/completions` request at most.
         save_timeout_s: time that the engine may take at the end to write its cache to disk.
         drain_timeout_s: time that accepted requests get to finish after a stop signal.
@@ -45,6 +48,7 @@ class ServerConfig:
     keepalive_s: float = 15.0
     session_idle_s: float = 3600.0
     max_sessions: int = 10_000
+    tool_parser: str | None = None
     max_prompts: int = 128
     drain_timeout_s: float = 30.0
     save_timeout_s: float = 0.0
@@ -54,6 +58,9 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("api_key must not be empty; leave it out to need no key")
+        if self.tool_parser is not None and self.tool_parser not in FAMILIES:
+            known = ", ".join(sorted(FAMILIES))
+            raise ConfigError(f"tool_parser must be one of {known}, got {self.tool_parser[:64]!r}")
         for option in fields(self):
             value = getattr(self, option.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):

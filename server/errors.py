@@ -10,7 +10,7 @@ from aiohttp import web
 
 from radixkv.errors import EngineClosedError, QueueFullError, RequestRejectedError
 
-__all__ = ["ApiError", "api_error_from", "error_body", "error_response"]
+__all__ = ["ApiError", "anthropic_error_body", "api_error_from", "error_body", "error_response"]
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -19,6 +19,18 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+ANTHROPIC_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
     504: "timeout_error",
 }
 
@@ -72,11 +84,21 @@ def error_body(error: ApiError) -> dict[str, Any]:
     }
 
 
-def error_response(error: ApiError) -> web.Response:
-    """Return the JSON answer of an error."""
+def anthropic_error_body(error: ApiError, request_id: str) -> dict[str, Any]:
+    """Return Anthropic's error object for a JSON answer or a stream event."""
+    kind = ANTHROPIC_ERROR_TYPES.get(error.status, "invalid_request_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": error.message},
+        "request_id": request_id,
+    }
+
+
+def error_response(error: ApiError, body: dict[str, Any] | None = None) -> web.Response:
+    """Return the JSON answer of an error, in OpenAI's form unless there is a `body`."""
     return web.Response(
         status=error.status,
-        body=orjson.dumps(error_body(error)),
+        body=orjson.dumps(error_body(error) if body is None else body),
         content_type="application/json",
         headers=error.headers,
     )

@@ -12,6 +12,7 @@ Rules, the same on every route:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,10 @@ __all__ = [
 
 PART_SEPARATOR = "\n"
 TOOLS_HEADER = "You can call these tools; each line describes one of them in JSON:"
+TOOLS_FOOTER = (
+    "To call a tool, answer with nothing but a line of JSON for each call: "
+    '{"name": the name of the tool, "arguments": an object with its arguments}'
+)
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 TemplateMessage = dict[str, Any]
@@ -87,7 +92,8 @@ def _template_message(message: Message, where: str, supports_tools: bool) -> Tem
         if message.tool_calls and supports_tools:
             result["tool_calls"] = [_template_call(call) for call in message.tool_calls]
         elif message.tool_calls:
-            calls = [_dump(_template_call(c)["function"]) for c in message.tool_calls]
+            # Spaced as models that learned to call tools write them, and as a forced call is.
+            calls = [_spaced(_template_call(c)["function"]) for c in message.tool_calls]
             result["content"] = "\n".join([content, *calls] if content else calls)
     if message.role == "tool":
         if supports_tools:
@@ -156,7 +162,7 @@ def with_tools(
     """
     if not tools:
         return messages
-    block = "\n".join([TOOLS_HEADER, *(_dump(tool) for tool in tools)])
+    block = "\n".join([TOOLS_HEADER, *(_dump(tool) for tool in tools), TOOLS_FOOTER])
     if messages and messages[0]["role"] == "system":
         first = dict(messages[0])
         first["content"] = f"{first['content']}\n\n{block}" if first["content"] else block
@@ -179,6 +185,13 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
     if call.id is not None:
         result["id"] = call.id
     return result
+
+
+def _spaced(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError as error:
+        raise _refuse("messages", "the arguments of a call are nested too deeply") from error
 
 
 def _dump(value: Any) -> str:

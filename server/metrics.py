@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from radixkv.request import FinishReason, RequestTimings
 from radixkv.server.metrics_cache import cache_families
+from radixkv.server.metrics_engine import engine_families
 
 if TYPE_CHECKING:
     from radixkv.engine import AsyncEngine, EngineStats
@@ -52,6 +53,16 @@ GAUGES: tuple[tuple[str, str, Reader], ...] = (
     ("radixkv:last_step_age_seconds", "Time since the last step", lambda s: s.last_step_age_s),
     ("radixkv:tree_nodes", "Nodes of the radix tree", lambda s: s.nodes),
     ("radixkv:tree_leaves", "Leaves of the radix tree", lambda s: s.leaves),
+    (
+        "radixkv:prompt_tokens_pending",
+        "Prompt tokens that admitted requests have still to compute",
+        lambda s: s.prompt_tokens_pending,
+    ),
+    (
+        "radixkv:kv_utilisation",
+        "Tokens stored in a slot of the blocks that running sequences hold (NaN without any)",
+        lambda s: float("nan") if s.kv_utilisation is None else s.kv_utilisation,
+    ),
     ("radixkv:bytes_per_block", "Size of one block of KV", lambda s: s.bytes_per_block),
 )
 
@@ -82,6 +93,18 @@ COUNTERS: tuple[tuple[str, str, Reader], ...] = (
     ("radixkv:copied_blocks", "Blocks copied before a write", lambda s: s.copied_blocks),
     ("radixkv:steps", "Engine steps", lambda s: s.steps),
     ("radixkv:step_seconds", "Time spent in engine steps", lambda s: s.step_time_s),
+    (
+        "radixkv:rehit_tokens",
+        "Tokens that resumed requests found cached",
+        lambda s: s.tokens_rehit,
+    ),
+    (
+        "radixkv:answer_tokens_computed",
+        "Answer tokens computed for the first time, but accepted drafts",
+        lambda s: s.answer_tokens_computed,
+    ),
+    ("radixkv:speculated_tokens", "Tokens drafted", lambda s: s.tokens_drafted),
+    ("radixkv:accepted_tokens", "Drafted tokens that were right", lambda s: s.tokens_accepted),
 )
 
 
@@ -204,4 +227,5 @@ class EngineCollector(Collector):
             if values["hit_rate"] is not None:
                 rate.add_metric([*self._labels, window], values["hit_rate"])
         yield rate
+        yield from engine_families(stats, self._labels)
         yield from cache_families(stats, self._labels)

@@ -13,7 +13,7 @@ from aiohttp.typedefs import Handler
 
 from radixkv.errors import RequestRejectedError
 from radixkv.server.auth import authenticate
-from radixkv.server.errors import ApiError, api_error_from, error_response
+from radixkv.server.errors import ApiError, anthropic_error_body, api_error_from, error_response
 from radixkv.server.state import REQUEST_ID, STATE
 from radixkv.server.streaming import ClientGoneError
 
@@ -24,6 +24,7 @@ access_logger = logging.getLogger("radixkv.access")
 
 MAX_ID_CHARS = 128
 OPEN_ROUTES = frozenset({"/health", "/metrics"})
+ANTHROPIC_PATH = "/v1/messages"
 # What a proxy writes for a client that closed the connection before its answer.
 CLIENT_CLOSED = 499
 
@@ -60,25 +61,25 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every exception into an answer in OpenAI's form, without a trace in it."""
+    """Turn every exception into an answer in the form of the route's API, without a trace in it."""
     try:
         return await handler(request)
     except ApiError as error:
-        return error_response(error)
+        return _error_response(request, error)
     except RequestRejectedError as error:
-        return error_response(api_error_from(error))
+        return _error_response(request, api_error_from(error))
     except ClientGoneError:
         return web.Response(status=CLIENT_CLOSED)
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return error_response(_from_http(request, error))
+        return _error_response(request, _from_http(request, error))
     except asyncio.CancelledError:
         raise
     except Exception:
         logger.exception("request %s failed", request[REQUEST_ID])
-        return error_response(
-            ApiError(500, "The server failed to answer the request", code="internal_error")
+        return _error_response(
+            request, ApiError(500, "The server failed to answer the request", code="internal_error")
         )
 
 
@@ -106,6 +107,12 @@ def _request_id(given: str | None) -> str:
     if given and len(given) <= MAX_ID_CHARS and given.isascii() and given.isprintable():
         return given
     return uuid.uuid4().hex
+
+
+def _error_response(request: web.Request, error: ApiError) -> web.Response:
+    if not request.path.startswith(ANTHROPIC_PATH):
+        return error_response(error)
+    return error_response(error, anthropic_error_body(error, request[REQUEST_ID]))
 
 
 def _route(request: web.Request) -> str:

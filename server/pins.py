@@ -57,7 +57,7 @@ async def pin_prompt(request: web.Request) -> web.Response:
         session = state.sessions.get(body.session, tenant_of(request))
         return json_response(await _pin_session(state, session, ttl_s))
     namespace = body.place(tenant_of(request))
-    ids = await prompt_ids(state, body)
+    ids = await prompt_ids(state, body, namespace)
     _check_ids(state, ids)
     pin = await state.engine.control.pin(ids, namespace, ttl_s, source="prompt")
     if pin is None:
@@ -124,7 +124,7 @@ async def warm(request: web.Request) -> web.Response:
     except RequestRejectedError as error:
         raise api_error_from(error) from error
     namespace = body.place(tenant_of(request))
-    ids = await prompt_ids(state, body)
+    ids = await prompt_ids(state, body, namespace)
     state.lifecycle.check_accepting()
     generation = Generation.submit(
         state.engine,

@@ -106,6 +106,14 @@ class PromptBuilder:
         except RecursionError as error:
             raise ApiError(400, "The messages or tools are nested too deeply") from error
 
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of rendered text; may take long, see `offload`.
+
+        Raises:
+            RequestRejectedError: `text` holds half of a surrogate pair.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of `ids`."""
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -8,7 +8,7 @@ __all__ = ["RequestIds", "engine_ids"]
 
 MAX_REMEMBERED = 4096
 # What the answers' own ids begin with.
-PREFIXES = ("chatcmpl-", "cmpl-")
+PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
 def engine_ids(generation_id: str, count: int) -> list[str]:

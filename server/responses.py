@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from radixkv.request import RequestOutput, TokenLogprob
+from radixkv.request import TokenLogprob
+from radixkv.server.dialogue import AnswerReader
 from radixkv.server.generation import Answer
 from radixkv.server.protocol import StreamOptions
+from radixkv.server.tool_parsers import CallStart, TextPart, ToolEvent
 
 __all__ = ["ChatShape", "CompletionShape", "UsageMode", "usage_of"]
 
@@ -83,19 +85,20 @@ class ChatShape(Shape):
     """`chat.completion` and `chat.completion.chunk`."""
 
     def whole(
-        self, answers: Sequence[Answer], tokens: TokenTexts, *, logprobs: bool
+        self, readers: Sequence[AnswerReader], tokens: TokenTexts, *, logprobs: bool
     ) -> dict[str, Any]:
         """Return a complete answer; one choice each."""
         choices = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": answer.full_text(), "refusal": None},
-                "logprobs": _chat_logprobs(answer.logprobs, tokens) if logprobs else None,
-                "finish_reason": answer.finish_reason,
-                "stop_reason": answer.stop_reason,
+                "message": _chat_message(reader),
+                "logprobs": _chat_logprobs(reader.answer.logprobs, tokens) if logprobs else None,
+                "finish_reason": reader.finish_reason,
+                "stop_reason": reader.answer.stop_reason,
             }
-            for i, answer in enumerate(answers)
+            for i, reader in enumerate(readers)
         ]
+        answers = [reader.answer for reader in readers]
         return self._body("chat.completion", choices, usage=usage_of(answers))
 
     def role_chunk(self, index: int, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -103,21 +106,37 @@ class ChatShape(Shape):
         return self._delta(index, {"role": "assistant", "content": ""}, answers)
 
     def delta_chunk(
-        self, index: int, output: RequestOutput, answers: Sequence[Answer], tokens: TokenTexts
+        self,
+        index: int,
+        event: ToolEvent,
+        answers: Sequence[Answer],
+        tokens: TokenTexts,
+        logprobs: Sequence[TokenLogprob] | None = None,
     ) -> dict[str, Any]:
-        """Return the chunk of one increment; its finish reason is left for `finish_chunk`."""
-        logprobs = _chat_logprobs(output.logprobs, tokens) if output.logprobs else None
-        return self._delta(index, {"content": output.text}, answers, logprobs=logprobs)
+        """Return the chunk of a piece of content or of a call.
 
-    def finish_chunk(self, index: int, answers: Sequence[Answer], **extra: Any) -> dict[str, Any]:
+        Args:
+            index: of the choice.
+            event: the piece; an empty text only carries log-probabilities.
+            answers: all choices.
+            tokens: for the log-probabilities.
+            logprobs: of the tokens that came with the piece.
+        """
+        shown = _chat_logprobs(logprobs, tokens) if logprobs else None
+        return self._delta(index, _delta_of(event), answers, logprobs=shown)
+
+    def finish_chunk(
+        self, index: int, readers: Sequence[AnswerReader], **extra: Any
+    ) -> dict[str, Any]:
         """Return the one chunk that carries the finish reason of a choice."""
         choice = {
             "index": index,
             "delta": {},
             "logprobs": None,
-            "finish_reason": answers[index].finish_reason,
-            "stop_reason": answers[index].stop_reason,
+            "finish_reason": readers[index].finish_reason,
+            "stop_reason": readers[index].answer.stop_reason,
         }
+        answers = [reader.answer for reader in readers]
         return self._chunk("chat.completion.chunk", [choice], answers, **extra)
 
     def usage_chunk(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -205,6 +224,34 @@ def usage_of(answers: Iterable[Answer]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def _chat_message(reader: AnswerReader) -> dict[str, Any]:
+    content = reader.content()
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if reader.calls:
+        message["content"] = content or None
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": "".join(call.arguments)},
+            }
+            for call in reader.calls
+        ]
+    return message
+
+
+def _delta_of(event: ToolEvent) -> dict[str, Any]:
+    if isinstance(event, TextPart):
+        return {"content": event.text}
+    call: dict[str, Any] = {"index": event.index}
+    if isinstance(event, CallStart):
+        call |= {"id": event.id, "type": "function"}
+        call["function"] = {"name": event.name, "arguments": ""}
+    else:
+        call["function"] = {"arguments": event.text}
+    return {"tool_calls": [call]}
 
 
 def _chat_logprobs(entries: Iterable[TokenLogprob], tokens: TokenTexts) -> dict[str, Any]:

@@ -40,7 +40,6 @@ def chat_sampling(body: ChatFields, *, vocab_size: int) -> SamplingParams:
             raise _refuse(name, f"{name} is not supported")
     if body.modalities not in (None, [], ["text"]):
         raise _refuse("modalities", "modalities: only 'text' is supported")
-    _check_tool_choice(body.tool_choice)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     top = _whole("top_logprobs", body.top_logprobs)
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
@@ -156,13 +155,6 @@ def _check_common(body: SamplingFields) -> None:
             raise _refuse(name, f"{name} is not supported")
     if body.stream_options is not None and not body.stream:
         raise _refuse("stream_options", "stream_options needs stream to be true")
-
-
-def _check_tool_choice(choice: str | dict[str, Any] | None) -> None:
-    if choice in (None, "none", "auto"):
-        return
-    shown = repr(choice[:64]) if isinstance(choice, str) else "a named tool"
-    raise _refuse("tool_choice", f"tool_choice must be 'none' or 'auto', got {shown}")
 
 
 def _whole(name: str, value: float | int | None) -> int | None:

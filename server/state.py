@@ -10,10 +10,13 @@ from aiohttp import web
 
 from radixkv.server.config import ServerConfig
 from radixkv.server.errors import ApiError
+from radixkv.server.history import AnswerHistory
 from radixkv.server.metrics import Metrics
 from radixkv.server.prompts import PromptBuilder
 from radixkv.server.request_ids import RequestIds
+from radixkv.server.response_store import ResponseStore
 from radixkv.server.sessions import SessionStore
+from radixkv.server.tool_parsers import FAMILIES, ToolFamily
 
 if TYPE_CHECKING:
     from radixkv.engine import AsyncEngine
@@ -62,7 +65,10 @@ class ServerState:
     prompts: PromptBuilder
     sessions: SessionStore
     lifecycle: Lifecycle
+    tools: ToolFamily = FAMILIES["generic"]
     request_ids: RequestIds = field(default_factory=RequestIds)
+    history: AnswerHistory = field(default_factory=AnswerHistory)
+    responses: ResponseStore = field(default_factory=ResponseStore)
 
     def check_model(self, model: str | None) -> None:
         """Refuse a model that is not served; None stands for the one that is.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -13,9 +14,15 @@ from aiohttp import web
 
 from radixkv.server.config import ServerConfig
 from radixkv.server.errors import ApiError, error_body
-from radixkv.server.generation import Generation
 
-__all__ = ["ClientGoneError", "EventStream", "run_to_end", "stream_chunks"]
+__all__ = [
+    "OPENAI_STREAM",
+    "ClientGoneError",
+    "EventStream",
+    "StreamStyle",
+    "run_to_end",
+    "stream_chunks",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +39,36 @@ class ClientGoneError(Exception):
     """The reader hung up, or took no bytes for too long."""
 
 
+@dataclass(frozen=True, slots=True)
+class StreamStyle:
+    """How an API writes its events.
+
+    Attributes:
+        error: makes the event that ends a stream that failed.
+        named: each event has its `type` as its name too.
+        done: what is written at the end of a stream that did not fail.
+    """
+
+    error: Callable[[ApiError], dict[str, Any]] = error_body
+    named: bool = False
+    done: bytes = DONE
+
+
+OPENAI_STREAM = StreamStyle()
+
+
 class EventStream:
     """An open event stream. Writes wait for the reader, but only for `max_stream_stall_s`."""
 
     def __init__(
-        self, request: web.Request, response: web.StreamResponse, config: ServerConfig
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        config: ServerConfig,
+        style: StreamStyle,
     ) -> None:
         self.response = response
+        self._style = style
         self._request = request
         self._stall_s = config.max_stream_stall_s
         self._last_write = asyncio.get_running_loop().time()
@@ -47,7 +77,9 @@ class EventStream:
             self._keepalive = asyncio.create_task(self._keep_alive(config.keepalive_s))
 
     @classmethod
-    async def open(cls, request: web.Request, config: ServerConfig) -> EventStream:
+    async def open(
+        cls, request: web.Request, config: ServerConfig, style: StreamStyle = OPENAI_STREAM
+    ) -> EventStream:
         """Send the headers; from here on an error can only be an event.
 
         Raises:
@@ -61,24 +93,26 @@ class EventStream:
             await response.prepare(request)
         except ConnectionError as error:
             raise ClientGoneError from error
-        return cls(request, response, config)
+        return cls(request, response, config, style)
 
     async def send(self, payload: dict[str, Any]) -> None:
-        """Write one `data:` event.
+        """Write one event.
 
         Raises:
             ClientGoneError: the reader hung up or stalled; the connection is dropped.
         """
-        await self._write(b"data: %b\n\n" % orjson.dumps(payload))
+        name = b"event: %b\n" % payload["type"].encode() if self._style.named else b""
+        await self._write(b"%bdata: %b\n\n" % (name, orjson.dumps(payload)))
 
     async def finish(self) -> None:
-        """Write `[DONE]` and end the body."""
-        await self._write(DONE)
+        """Write what ends a stream, `[DONE]` for most, and end the body."""
+        if self._style.done:
+            await self._write(self._style.done)
         await self._end()
 
     async def fail(self, error: ApiError) -> None:
         """Write one error event and end the body, with no `[DONE]` after it."""
-        await self.send(error_body(error))
+        await self.send(self._style.error(error))
         await self._end()
 
     def close(self) -> None:
@@ -115,14 +149,17 @@ class EventStream:
 
 
 async def stream_chunks(
-    request: web.Request, config: ServerConfig, chunks: AsyncGenerator[dict[str, Any], None]
+    request: web.Request,
+    config: ServerConfig,
+    chunks: AsyncGenerator[dict[str, Any], None],
+    style: StreamStyle = OPENAI_STREAM,
 ) -> web.StreamResponse:
     """Send `chunks` as events, then `[DONE]`; or one error event and no `[DONE]`.
 
     A client that goes away ends it quietly; whoever called aborts the generation in any case.
     """
     try:
-        events = await EventStream.open(request, config)
+        events = await EventStream.open(request, config, style)
     except ClientGoneError:
         await chunks.aclose()
         return web.Response(status=499)
@@ -159,8 +196,10 @@ async def _send_all(
     return None
 
 
-async def run_to_end(request: web.Request, config: ServerConfig, generation: Generation) -> None:
-    """Collect every increment into `generation.answers`, as long as the client is there.
+async def run_to_end(
+    request: web.Request, config: ServerConfig, generation: AsyncIterable[object]
+) -> None:
+    """Read a generation, or what reads one, to its end, as long as the client is there.
 
     Raises:
         ApiError: the generation failed, or took longer than `request_timeout_s`.

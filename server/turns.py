@@ -17,8 +17,10 @@ from radixkv.request import SamplingParams
 from radixkv.server.body import json_response, read_json
 from radixkv.server.chat import chat_deltas
 from radixkv.server.continuation import next_prompt, served_ids
+from radixkv.server.dialogue import AnswerReader, Dialogue
 from radixkv.server.errors import ApiError
-from radixkv.server.generation import Answer, Generation
+from radixkv.server.generation import Generation
+from radixkv.server.history import ChatPrompt
 from radixkv.server.messages import TemplateMessage, template_messages
 from radixkv.server.protocol import Message, SessionTurn
 from radixkv.server.responses import ChatShape, TokenTexts, UsageMode
@@ -26,8 +28,9 @@ from radixkv.server.sampling import chat_sampling
 from radixkv.server.session_routes import session_of
 from radixkv.server.sessions import Session, session_deleted
 from radixkv.server.state import REQUEST_ID, STATE, ServerState
-from radixkv.server.streaming import ClientGoneError, run_to_end, stream_chunks
+from radixkv.server.streaming import ClientGoneError, stream_chunks
 from radixkv.server.structured import compile_grammar
+from radixkv.server.tools import plan_tools
 
 __all__ = ["post_message"]
 
@@ -44,8 +47,9 @@ class PendingTurn:
     prompt_ids: list[int]
     params: SamplingParams
 
-    def commit(self, answer: Answer) -> dict[str, Any]:
+    def commit(self, reader: AnswerReader) -> dict[str, Any]:
         """Store the finished turn, free the session, and return its `session` object."""
+        answer = reader.answer
         text = answer.full_text()
         ids = answer.token_ids
         if isinstance(answer.stop_reason, str):
@@ -61,7 +65,9 @@ class PendingTurn:
             last = ids[-1] if ids else None
             eos = self.state.engine.tokenizer.eos_token_ids
             ended_by_token = last is not None and (last in eos or last == answer.stop_reason)
-        messages = [*self.new_messages, {"role": "assistant", "content": text}]
+        supports_tools = self.state.prompts.supports_tools
+        given = template_messages([reader.message()], supports_tools=supports_tools)
+        messages = [*self.new_messages, *given]
         turn = self.session.commit_turn(
             messages, self.prompt_ids, ids, ended_by_token=ended_by_token
         )
@@ -84,8 +90,10 @@ async def post_message(request: web.Request) -> web.StreamResponse:
     state.check_model(body.model)
     params = chat_sampling(body, vocab_size=state.engine.vocab_size)
     new_messages = _new_messages(body, supports_tools=state.prompts.supports_tools)
-    grammar = await compile_grammar(state.engine, params)
     session = session_of(request)
+    plan = plan_tools(state.tools, session.tools, body.tool_choice, body.parallel_tool_calls)
+    params = plan.apply(params, state.engine)
+    grammar = await compile_grammar(state.engine, params)
     state.lifecycle.check_accepting()
     session.begin_turn()
     generation: Generation | None = None
@@ -113,13 +121,13 @@ async def post_message(request: web.Request) -> web.StreamResponse:
             usage=UsageMode.from_options(body.stream_options),
         )
         tokens = state.engine.tokenizer
+        dialogue = Dialogue(state, generation, ChatPrompt(ids), plan, params)
         if body.stream:
-            chunks = _chunks(request, generation, shape, tokens, turn)
+            chunks = _chunks(request, dialogue, shape, tokens, turn)
             return await stream_chunks(request, config, chunks)
-        await run_to_end(request, config, generation)
-        answer = generation.answers[0]
-        whole = shape.whole([answer], tokens, logprobs=params.logprobs is not None)
-        return json_response({**whole, "session": turn.commit(answer)})
+        await dialogue.run(request)
+        whole = shape.whole(dialogue.readers, tokens, logprobs=params.logprobs is not None)
+        return json_response({**whole, "session": turn.commit(dialogue.readers[0])})
     finally:
         if generation is not None:
             generation.close()
@@ -129,19 +137,19 @@ async def post_message(request: web.Request) -> web.StreamResponse:
 
 async def _chunks(
     request: web.Request,
-    generation: Generation,
+    dialogue: Dialogue,
     shape: ChatShape,
     tokens: TokenTexts,
     turn: PendingTurn,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    (answer,) = answers = generation.answers
-    async for chunk in chat_deltas(generation, shape, tokens):
+    (reader,) = readers = dialogue.readers
+    async for chunk in chat_deltas(dialogue, shape, tokens):
         yield chunk
     if request.transport is None or request.transport.is_closing():
         raise ClientGoneError("the client hung up before the turn was committed")
-    yield shape.finish_chunk(0, answers, session=turn.commit(answer))
+    yield shape.finish_chunk(0, readers, session=turn.commit(reader))
     if shape.usage.at_end:
-        yield shape.usage_chunk(answers)
+        yield shape.usage_chunk(dialogue.answers)
 
 
 def _new_messages(body: SessionTurn, *, supports_tools: bool) -> list[TemplateMessage]:

@@ -1,4 +1,4 @@
-"""Imports point one way: server -> engine -> model -> kernels, and engine -> cache."""
+"""Imports point one way: server -> engine -> model -> kernels, engine and simulate -> cache."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...] | None]] = {
         (*BASE, "radixkv.engine", "radixkv.cache", "radixkv.model"),
         ("llguidance", "msgspec", "numpy", "rich", "sortedcontainers", "torch", "xxhash", "zmq"),
     ),
+    "radixkv/simulate": (
+        (*BASE, "radixkv.cache", "radixkv.simulate"),
+        ("matplotlib", "numpy", "rich", "typer"),
+    ),
     "server": (
         ("radixkv", "radixkv.engine", "radixkv.errors", "radixkv.request", "radixkv.server"),
         None,
@@ -39,6 +43,7 @@ SUBPACKAGES = (
     "model",
     "request",
     "server",
+    "simulate",
 )
 
 
@@ -116,6 +121,9 @@ def test_nobody_but_the_command_line_imports_the_server() -> None:
         ("radixkv/model", "from radixkv import engine"),
         ("radixkv/engine", "import radixkv.server.app"),
         ("radixkv/engine", "import aiohttp.web"),
+        ("radixkv/engine", "from radixkv.simulate.models import MODELS"),
+        ("radixkv/simulate", "from radixkv.engine import Engine"),
+        ("radixkv/simulate", "import torch"),
         ("server", "from radixkv.cache import RadixCache"),
         ("server", "from radixkv import __version__, model"),
         ("server", "import torch.nn"),

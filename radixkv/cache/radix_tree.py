@@ -140,7 +140,6 @@ class RadixTree:
         self.digest = digest
         self.roots: dict[Namespace, Node] = {}
         self.num_nodes = 0  # roots not counted
-        self.num_splits = 0  # since ever; while it stays, so does the path to a locked node
         self._collisions = 0  # children filed under a long key because their hash was taken
         self._ids = count()
 
@@ -257,7 +256,6 @@ class RadixTree:
         self._link_child(parent, upper)
         self._link_child(upper, node)
         self.num_nodes += 1
-        self.num_splits += 1
         return upper
 
     def trim(self, node: Node, num_blocks: int) -> list[int]:

@@ -9,6 +9,7 @@ from radixkv.engine.async_engine import AsyncEngine, RequestStream
 from radixkv.engine.cache_control import PinReport
 from radixkv.engine.engine import Engine
 from radixkv.engine.explanations import RequestExplanation
+from radixkv.engine.histogram import HistogramData
 from radixkv.engine.stats import EngineHealth, EngineStats, namespace_label, namespace_of
 from radixkv.request import RequestOutput, RequestTimings, SamplingParams, TokenLogprob
 
@@ -18,6 +19,7 @@ __all__ = [
     "EngineHealth",
     "EngineStats",
     "Explanation",
+    "HistogramData",
     "PinReport",
     "RequestExplanation",
     "RequestOutput",

@@ -23,6 +23,7 @@ from radixkv.engine.grammar import Grammar, GrammarState
 from radixkv.engine.grammar_compiler import GrammarCompiler, MaskWorker
 from radixkv.engine.kv_events import KVEventStream
 from radixkv.engine.limits import Capacity, EngineLimits
+from radixkv.engine.meter import Meter, StepTokens
 from radixkv.engine.request import EngineRequest, Status
 from radixkv.engine.runner import Runner, launch
 from radixkv.engine.sampler import Expansion, SampledToken, Sampler
@@ -107,6 +108,7 @@ class Engine:
         self.tokens_generated = 0
         self.num_steps = 0
         self.step_time_s = 0.0
+        self.meter = Meter(cache.quotas.named)
         self._clock = clock
         self.started = clock()
         self.last_step = self.started
@@ -210,7 +212,7 @@ class Engine:
                 self.tiers.wait()
         if not chunks:
             return ended
-        started = self._clock()
+        started, model_s = self._clock(), 0.0
         try:
             with self._masks.computing(_grammars(chunks)):
                 step = launch(self.runner, batch)
@@ -219,6 +221,7 @@ class Engine:
                     with lock:
                         self.scheduler.reserve_ahead(chunks)
                 logits = step.result()
+                model_s = self._clock() - started
             with lock:
                 outputs = self._publish(chunks, logits)
         except Exception as error:  # one bad step must not take the other requests down
@@ -228,6 +231,8 @@ class Engine:
         self.last_step = self._clock()
         self.num_steps += 1
         self.step_time_s += self.last_step - begin
+        tokens = self._tokens_of(chunks, len(batch.token_ids))
+        self.meter.record_step(self.last_step - begin, model_s, len(chunks), tokens)
         load = load_of(batch.attention, len(batch.logits_rows))
         self._judge_drafts(chunks, load, self.last_step - begin)
         self.scheduler.step_cost.record(load, self.last_step - begin)
@@ -235,6 +240,13 @@ class Engine:
             num_tokens = sum(chunk.count for chunk in chunks)
             self.tiers.costs.record_step(num_tokens, self.last_step - started)
         return ended + outputs
+
+    def _tokens_of(self, chunks: list[ScheduledChunk], num_rows: int) -> StepTokens:
+        num_drafted = 0
+        if self.scheduler.speculator is not None:
+            num_drafted = num_rows - sum(chunk.count for chunk in chunks)
+        num_decodes = self.scheduler.num_decodes
+        return StepTokens(num_decodes, num_rows - num_decodes - num_drafted, num_drafted)
 
     def _end_overdue(self, now: float) -> list[Output]:
         """End the requests whose time is over, be they waiting or running."""
@@ -254,7 +266,9 @@ class Engine:
             wanted = logits if rows == list(range(len(logits))) else logits[rows]
             tokens = self.sampler.sample(wanted, branches) if branches else []
         for chunk in chunks:
-            self._count_computed(chunk)
+            new, again = self.meter.count_chunk(chunk)
+            self.tokens_computed += new
+            self.tokens_recomputed += again
             chunk.branch.sequence.commit(chunk.start + chunk.count)
         for branch in branches:
             first = branch.request.branches[0]
@@ -389,13 +403,6 @@ class Engine:
         self._leave(request, request.ranked()[0].finish_reason or "stop")
         return chosen(request)
 
-    def _count_computed(self, chunk: ScheduledChunk) -> None:
-        branch, end = chunk.branch, chunk.start + chunk.count
-        new = max(chunk.start, branch.num_ever_computed)
-        self.tokens_recomputed += max(0, min(end, new) - chunk.start)
-        self.tokens_computed += max(0, min(end, branch.request.num_prompt_tokens) - new)
-        branch.num_ever_computed = max(end, branch.num_ever_computed)
-
     def _accept(self, branch: Branch, token: SampledToken, now: float) -> list[Output]:
         """Append a token, decide whether the answer ends, and say what is new."""
         request = branch.request
@@ -421,6 +428,7 @@ class Engine:
         timings = request.timings
         if timings.first_token is None:
             timings.first_token = now
+            self.meter.record_first_token(now - timings.arrival)
             if request.params.cache_pin_ttl is not None:
                 prompt = branch.sequence.token_ids[: request.num_prompt_tokens]
                 ttl_s = request.params.cache_pin_ttl
@@ -461,6 +469,7 @@ class Engine:
         request.live.clear()
         self.requests.pop(request.request_id, None)
         request.timings.finished = self._clock()
+        self.meter.record_request(request, reason)
         self.finished[reason] += 1
 
     def flush_kv_events(self) -> None:

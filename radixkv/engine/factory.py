@@ -20,15 +20,16 @@ from radixkv.engine.grammar_compiler import GrammarCompiler
 from radixkv.engine.kv_events import KVEventStream
 from radixkv.engine.kv_publisher import ZmqEventPublisher
 from radixkv.engine.runner import ModelRunner
+from radixkv.engine.runner_setup import prepare_runner
 from radixkv.engine.scheduler import SchedulingOptions
 from radixkv.engine.swap_setup import build_swap
 from radixkv.engine.tiering_setup import build_tiering
 from radixkv.errors import ConfigError
 from radixkv.model.attention import AttentionMetadata
-from radixkv.model.backends import build_attention, choose_attention, resolve_device
+from radixkv.model.backends import resolve_device
 from radixkv.model.config import ModelConfig
 from radixkv.model.cuda_graphs import CudaGraphCapture, DecodeGraphs
-from radixkv.model.kv_pool import KVPool, kv_bytes_per_block
+from radixkv.model.kv_pool import KVPool
 from radixkv.model.loader import LoadedModel, load_model
 from radixkv.model.progress import progress
 from radixkv.model.triton_attention import TritonAttention
@@ -55,9 +56,10 @@ class BuiltEngine:
     Attributes:
         num_blocks, bytes_per_block, kv_bytes: the KV pool.
         weight_bytes: the weights in memory.
-        dtype: name of the type of weights and KV.
+        dtype: name of the type of activations and, unless they are quantized, of weights and KV.
         device: where the model runs, such as "cpu" or "cuda:0".
         attention: "cpu" or "triton".
+        kv_dtype: name of the type of KV.
     """
 
     engine: AsyncEngine
@@ -68,6 +70,7 @@ class BuiltEngine:
     dtype: str
     device: str
     attention: str
+    kv_dtype: str
 
     @property
     def kv_bytes(self) -> int:
@@ -99,6 +102,7 @@ def build_engine(
         device=str(resolve_device(config.device)),
         load_format=config.load_format,
         max_model_len=config.max_model_len,
+        quantization=config.quantization,
         console=console,
     )
     return assemble_engine(loaded, config, quotas=quotas, console=console)
@@ -123,48 +127,37 @@ def assemble_engine(
         ConfigError: as for `build_engine`.
     """
     model, dtype = loaded.config, loaded.decoder.dtype
-    bytes_per_block = kv_bytes_per_block(
-        model.num_layers, config.block_size, model.num_kv_heads, model.head_dim, dtype
-    )
     device = loaded.decoder.device
-    attention_name = choose_attention(config.attention, device)
+    setup = prepare_runner(
+        loaded,
+        block_size=config.block_size,
+        attention=config.attention,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
+    bytes_per_block = setup.bytes_per_block
     max_num_batched_tokens = config.max_num_batched_tokens or max(
         AUTO_BATCHED_TOKENS if device.type == "cpu" else AUTO_BATCHED_TOKENS_GPU,
         config.max_num_seqs,
     )
-
-    def make_runner(num_blocks: int) -> ModelRunner:
-        pool = KVPool(
-            model.num_layers,
-            num_blocks,
-            config.block_size,
-            model.num_kv_heads,
-            model.head_dim,
-            dtype,
-            device,
-        )
-        return ModelRunner(
-            loaded.decoder, pool, build_attention(attention_name, pool, model, dtype)
-        )
 
     if device.type == "cpu":
         available = available_memory()
         auto_memory = min(AUTO_KV_CACHE_LIMIT, available // AUTO_KV_CACHE_SHARE)
     else:
         available = _free_gpu_memory(
-            make_runner, config.block_size, max_num_batched_tokens, config.max_num_seqs
+            setup.build, config.block_size, max_num_batched_tokens, config.max_num_seqs
         )
         auto_memory = int(available * AUTO_KV_CACHE_SHARE_GPU)
     memory = auto_memory if config.kv_cache_memory is None else config.kv_cache_memory
     num_blocks = _num_blocks(memory, bytes_per_block, available)
     max_model_len = _max_model_len(config, model, num_blocks * config.block_size)
-    runner = make_runner(num_blocks)
+    runner = setup.build(num_blocks)
     pool = runner.pool
     if device.type != "cpu" and config.cuda_graphs:
         runner.graphs = _record_graphs(runner, config.max_num_seqs, max_model_len, console)
     else:
         # One token compiles the decode kernel; interpreted, more would take seconds.
-        _warm_up(runner, WARM_UP_TOKENS if attention_name == "cpu" else 1)
+        _warm_up(runner, WARM_UP_TOKENS if setup.attention == "cpu" else 1)
     cache = RadixCache(
         num_blocks,
         config.block_size,
@@ -217,7 +210,8 @@ def assemble_engine(
         weight_bytes=loaded.weight_bytes,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
-        attention=attention_name,
+        attention=setup.attention,
+        kv_dtype=str(setup.kv_dtype).removeprefix("torch."),
     )
 
 

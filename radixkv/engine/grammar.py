@@ -221,6 +221,8 @@ def _source(spec: GrammarSpec) -> str:
         texts = " | ".join(json.dumps(choice) for choice in json.loads(spec.text))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}\n")
     text = spec.text
+    if spec.kind == "tools":
+        return LLMatcher.grammar_from_lark(text)
     if "::=" in text:
         try:
             text = gbnf_to_lark(text)

@@ -129,6 +129,8 @@ class Scheduler:
         self.explanations = self.admission.explanations
         self.running: SortedDict = SortedDict()  # (level, order) -> request
         self.num_preemptions = 0
+        self.preemptions_by_mode = {"swap": 0, "recompute": 0}
+        self.num_decodes = 0  # of the last step
         self._opening: dict[int, EngineRequest] = {}  # those that run, but not all branches yet
         self._prefilling: SortedDict = SortedDict()  # those of the running that don't decode yet
 
@@ -178,6 +180,7 @@ class Scheduler:
         # Before anything is scheduled, since it can cost a later request its blocks.
         self._open_siblings()
         chunks = self._schedule_decodes()
+        self.num_decodes = len(chunks)
         room = StepRoom(
             self.max_num_batched_tokens,
             cost=self.step_cost,
@@ -222,6 +225,8 @@ class Scheduler:
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
+        kept = self.swap is not None and request.order in self.swap
+        self.preemptions_by_mode["swap" if kept else "recompute"] += 1
         self.admission.add(request)
 
     def _key(self, request: EngineRequest) -> tuple[int, int]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from radixkv.engine.sharing import KVSharing
-from radixkv.engine.stats import EngineStats, hit_rate
+from radixkv.engine.stats import EngineStats, hit_rate, namespace_label
 from radixkv.engine.usage import namespace_usage, pin_usage
 
 if TYPE_CHECKING:
     from radixkv.engine.engine import Engine
+    from radixkv.engine.swap import SwapSpace
 
 __all__ = ["snapshot"]
 
@@ -23,7 +24,8 @@ def snapshot(engine: Engine, now: float) -> EngineStats:
     """
     cache, stats = engine.cache, engine.cache.stats
     sharing = KVSharing.of(cache)
-    waiting = engine.scheduler.waiting
+    waiting, speculator = engine.scheduler.waiting, engine.scheduler.speculator
+    meter = engine.meter
     windows = {"all": (stats.tokens_looked_up, stats.tokens_hit)}
     windows |= {name: stats.window(name) for name in stats.windows}
     return EngineStats(
@@ -67,4 +69,27 @@ def snapshot(engine: Engine, now: float) -> EngineStats:
         kv_tokens_referenced=sharing.tokens_referenced,
         kv_tokens_stored=sharing.tokens_stored,
         kv_slots_allocated=sharing.slots_allocated,
+        model_time_s=meter.model_time_s,
+        prompt_tokens_found_late=meter.prompt_tokens_found_late,
+        prompt_tokens_pending=meter.num_pending(engine.requests.values()),
+        prompt_tokens_dropped=meter.prompt_tokens_dropped,
+        answer_tokens_computed=meter.answer_tokens_computed,
+        step_tokens=dict(meter.step_tokens),
+        tokens_drafted=0 if speculator is None else speculator.num_drafted,
+        tokens_accepted=0 if speculator is None else speculator.num_accepted,
+        preemptions_by_mode=dict(engine.scheduler.preemptions_by_mode),
+        swap_bytes=_swap_bytes(engine.scheduler.swap),
+        histograms=meter.histograms(),
+        step_sizes=meter.step_sizes(),
+        queue_by_namespace={
+            namespace_label(name): {"requests": count, "seconds": seconds}
+            for name, (count, seconds) in meter.waits.items()
+            if count
+        },
     )
+
+
+def _swap_bytes(swap: SwapSpace | None) -> dict[str, int]:
+    if swap is None:
+        return {}
+    return {way: swap.counters[f"blocks_{way}"] * swap.content_bytes for way in ("out", "in")}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote
 
+from radixkv.engine.histogram import HistogramData
 from radixkv.request import Namespace
 
 __all__ = ["EngineHealth", "EngineStats", "hit_rate", "namespace_label", "namespace_of"]
@@ -64,6 +65,12 @@ class EngineStats:
     the sum of `tokens_hit_by_tier`; `tiers` is empty without a host or disk tier. `namespaces` and
     `pins` are those of `radixkv.engine.usage`. The `kv_` gauges are those of `KVSharing`: what
     running sequences refer to, and what is stored and held for them.
+
+    Prompt tokens add up: `tokens_looked_up` is the sum of `tokens_hit`, `tokens_computed`, and
+    `prompt_tokens_` `found_late`, `pending` and `dropped`, see `Meter`; and unless a step failed,
+    `step_tokens` "decode" and "prefill" together are `tokens_computed`, `tokens_recomputed` and
+    `answer_tokens_computed`. `histograms`, `step_sizes` and `queue_by_namespace` are `Meter`'s;
+    `swap_bytes` are those copied "out" and "in".
     """
 
     uptime_s: float
@@ -103,6 +110,24 @@ class EngineStats:
     kv_tokens_referenced: int = 0
     kv_tokens_stored: int = 0
     kv_slots_allocated: int = 0
+    model_time_s: float = 0.0
+    prompt_tokens_found_late: int = 0
+    prompt_tokens_pending: int = 0
+    prompt_tokens_dropped: int = 0
+    answer_tokens_computed: int = 0
+    step_tokens: dict[str, int] = field(default_factory=dict)
+    tokens_drafted: int = 0
+    tokens_accepted: int = 0
+    preemptions_by_mode: dict[str, int] = field(default_factory=dict)
+    swap_bytes: dict[str, int] = field(default_factory=dict)
+    histograms: dict[str, HistogramData] = field(default_factory=dict)
+    step_sizes: dict[str, HistogramData] = field(default_factory=dict)
+    queue_by_namespace: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def kv_utilisation(self) -> float | None:
+        """Tokens stored in a slot of the blocks that running sequences hold; None without any."""
+        return self.kv_tokens_stored / self.kv_slots_allocated if self.kv_slots_allocated else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain types."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import torch
+
 from radixkv import __version__
 from radixkv.cache import RadixCache
 from radixkv.cache.hashing import TOKEN_BYTES
@@ -79,10 +81,11 @@ def build_tiering(
 def kv_fingerprint(loaded: LoadedModel, config: ServeConfig, pool: KVPool) -> bytes:
     """Return 32 bytes that differ wherever the KV of equal tokens could differ.
 
-    Covers the model's shape and weight files (name, size, time of change), the type and layout of
-    the pool, and the version of RadixKV, whose arithmetic may change.
+    Covers the model's shape and weight files (name, size, time of change) and how they are
+    quantized, the type, scales and layout of the pool, and the version of RadixKV, whose arithmetic
+    may change.
     """
-    parts: list[object] = [__version__, config.load_format == "dummy"]
+    parts: list[object] = [__version__, config.load_format == "dummy", config.quantization]
     path = loaded.model_path
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     for file in files:
@@ -92,4 +95,8 @@ def kv_fingerprint(loaded: LoadedModel, config: ServeConfig, pool: KVPool) -> by
         elif file.name == "config.json":
             parts.append(hashlib.sha256(file.read_bytes()).hexdigest())
     parts.append((str(pool.dtype), tuple(pool.data.shape[:2]), tuple(pool.data.shape[3:])))
+    for scales in (pool.k_scales, pool.v_scales):
+        if scales is not None:
+            data = torch.stack(scales).cpu().numpy().tobytes()
+            parts.append(hashlib.sha256(data).hexdigest())
     return hashlib.sha256(repr(parts).encode()).digest()

@@ -62,7 +62,12 @@ def build_attention(
     scale = head_dim**-0.5
     if name == "cpu":
         return CpuAttention(
-            pool, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=scale
+            pool,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=scale,
+            query_dtype=dtype,
         )
     try:
         return TritonAttention(

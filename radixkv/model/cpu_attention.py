@@ -21,6 +21,7 @@ from radixkv.model.cpu_attention_plan import (
 )
 from radixkv.model.cpu_speed import float32_is_faster
 from radixkv.model.kv_pool import KVPool
+from radixkv.model.kv_staging import KVStaging
 
 __all__ = ["CpuAttention"]
 
@@ -73,6 +74,12 @@ class CpuAttention(AttentionBackend):
     third of the products for three heads, each over contiguous memory, and the same result, since
     what the zeros add is exactly zero.
 
+    The kernel can't read a pool of 8 bits: all that a step reads of it is gathered, each run once,
+    and converted to the query's dtype, which holds such numbers exactly (`KVStaging`). They are
+    never multiplied by their scales: K's go into the query, V's into the output. New K and V
+    are read back from what the pool keeps of them, so that a token's output does not depend on
+    which of the others were in the pool before.
+
     Invariants: only slots of a sequence's own tokens are read, so nothing that lies elsewhere in
     the pool, NaN included, can reach an output. The same batch gives the same bits every time,
     for a fixed number of torch threads.
@@ -90,17 +97,30 @@ class CpuAttention(AttentionBackend):
         head_dim: int,
         scale: float,
         tuning: Tuning | None = None,
+        query_dtype: torch.dtype | None = None,
     ) -> None:
+        """Make the buffers.
+
+        Args:
+            pool: K and V.
+            num_heads, num_kv_heads, head_dim: of the model.
+            scale: factor of the scores.
+            tuning: None is what was measured to be good.
+            query_dtype: of queries; None is the pool's, and an 8-bit pool needs another.
+        """
         super().__init__(
             pool, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=scale
         )
         self.tuning = tuning or Tuning()
+        self._dtype = query_dtype or pool.dtype
+        if pool.k_scales is None and self._dtype != pool.dtype:
+            raise ValueError(f"query_dtype must be the pool's {pool.dtype}, got {self._dtype}")
         self.group_size = num_heads // num_kv_heads
         self._width = num_kv_heads * head_dim
         self._can_widen = num_kv_heads > 1 and self._width <= self.tuning.max_wide
         self._has_wide = self._has_narrow = False
         self._float32_rows = math.inf
-        if pool.dtype == torch.bfloat16 and float32_is_faster():
+        if self._dtype == torch.bfloat16 and float32_is_faster():
             self._float32_rows = self.tuning.min_float32_rows
         self._plan: AttentionPlan | None = None
         self._calls: list[_Call] = []
@@ -119,6 +139,9 @@ class CpuAttention(AttentionBackend):
             for layer in range(pool.num_layers)
         ]
         self._value_row = pool.num_layers * num_slots
+        self._staging: KVStaging | None = None
+        if pool.k_scales is not None:
+            self._staging = KVStaging(pool, self._dtype, self._layer_rows)
         self._layer_elements = num_slots * num_kv_heads * head_dim
 
     def plan(self, metadata: AttentionMetadata) -> None:
@@ -136,12 +159,15 @@ class CpuAttention(AttentionBackend):
             num_threads=torch.get_num_threads(),
             tuning=self.tuning,
             can_widen=self._can_widen,
+            gathers_all=self._staging is not None,
         )
         self._plan = plan
         self._plan_writes(metadata.slot_mapping)
         kvh, dim, rows = self.num_kv_heads, self.head_dim, plan.num_tokens * self.group_size
         slots = torch.from_numpy(plan.gather_slots)
         self._gather_rows = torch.cat([slots, slots + self._value_row])
+        if self._staging is not None:
+            self._staging.plan(self._gather_rows.numpy())
         self._gathered = self._buffer("gathered", (len(self._gather_rows), kvh * dim))
         self._query = self._buffer("query", (kvh, rows, dim))
         self._has_wide = any(run.is_wide for run in plan.runs) or (
@@ -181,11 +207,17 @@ class CpuAttention(AttentionBackend):
         if plan is None or query.shape[0] != plan.num_tokens:
             planned = None if plan is None else plan.num_tokens
             raise ValueError(f"planned for {planned} tokens, got {query.shape[0]}")
-        if query.dtype != self.pool.dtype:
-            raise ValueError(f"query must be {self.pool.dtype} as the pool is, got {query.dtype}")
-        self._write(layer, key, value)
+        if query.dtype != self._dtype:
+            raise ValueError(f"query must be {self._dtype}, got {query.dtype}")
         grouped = query.view(plan.num_tokens, self.num_kv_heads, self.group_size, self.head_dim)
-        if len(plan.gather_slots):
+        if self._staging is not None:
+            grouped = self._staging.scale_query(layer, grouped)
+            key, value = self._staging.quantize(layer, key, value)
+        self._write(layer, key, value)
+        if self._staging is not None:
+            self._staging.gather(layer, self._gathered)
+            key, value = self._staging.to_dtype(key), self._staging.to_dtype(value)
+        elif len(plan.gather_slots):
             torch.index_select(self._layer_rows[layer], 0, self._gather_rows, out=self._gathered)
         if self._has_narrow:
             self._by_token(self._query).copy_(grouped)
@@ -197,6 +229,8 @@ class CpuAttention(AttentionBackend):
             and all(call.tokens is None for call in self._calls)
         ):
             only = self._run_only_call(layer, grouped, key, value)
+            if self._staging is not None:
+                only = self._staging.scale_output(layer, only)
             return only.to(query.dtype).reshape(query.shape)
         for call in self._calls:
             out, lse = self._attend(layer, call)
@@ -213,8 +247,11 @@ class CpuAttention(AttentionBackend):
             out, lse = self._attend_causal(causal, grouped, key, value)
             slab_out.copy_(out.transpose(1, 2))
             slab_lse.copy_(lse.transpose(1, 2))
+        merged = self._by_token(self._merge(plan.num_levels))
+        if self._staging is not None:
+            merged = self._staging.scale_output(layer, merged)
         result = torch.empty(grouped.shape, dtype=query.dtype)
-        result.copy_(self._by_token(self._merge(plan.num_levels)))
+        result.copy_(merged)
         return result.view(query.shape)
 
     def _run_only_call(
@@ -302,6 +339,11 @@ class CpuAttention(AttentionBackend):
 
     def _write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         k_slots, v_slots = self.pool.k_slots[layer], self.pool.v_slots[layer]
+        if self._staging is not None:
+            # torch copies numbers of 8 bits by index as integers only.
+            k_slots, v_slots, key, value = (
+                x.view(torch.uint8) for x in (k_slots, v_slots, key, value)
+            )
         if self._writes:
             for slots, rows in self._writes:
                 k_slots[slots] = key[rows]
@@ -332,7 +374,7 @@ class CpuAttention(AttentionBackend):
         stride = (dim, part * kvh * dim, kvh * dim, 1)
         mask = None
         if rest:
-            mask = torch.zeros((1, splits, 1, part + rest), dtype=self.pool.dtype)
+            mask = torch.zeros((1, splits, 1, part + rest), dtype=self._dtype)
             mask[:, 1:, :, :rest] = -math.inf
         key = value = None
         if run.gathered:
@@ -370,7 +412,7 @@ class CpuAttention(AttentionBackend):
         if tail.visible is not None:
             rows = self.group_size if num_tokens > 1 else 1
             hidden = torch.from_numpy(~tail.visible).repeat_interleave(rows, 1)
-            mask = torch.zeros(hidden.shape, dtype=self.pool.dtype)
+            mask = torch.zeros(hidden.shape, dtype=self._dtype)
             mask = mask.masked_fill_(hidden, -math.inf).unsqueeze(1)
         flat, first = tail.tokens.ravel(), int(tail.tokens[0, 0])
         out = self._out[tail.level].view(self.num_kv_heads, -1, self.group_size, self.head_dim)
@@ -427,7 +469,7 @@ class CpuAttention(AttentionBackend):
         if buffer is None or buffer.numel() < size:
             # Made inside inference mode, it could not be written outside of it.
             with torch.inference_mode(False):
-                buffer = torch.zeros(size + size // 2, dtype=dtype or self.pool.dtype)
+                buffer = torch.zeros(size + size // 2, dtype=dtype or self._dtype)
             self._buffers[name] = buffer
         return buffer[:size].view(shape)
 

@@ -33,7 +33,8 @@ class Tuning:
         max_wide: widest `num_kv_heads * head_dim` at which the KV heads are read as one wide
             head, by calls of few query tokens.
         max_wide_tokens: most query tokens of such a call.
-        max_tail_tokens: most new tokens of a sequence that is read in one call with others, at least 1.
+        max_tail_tokens: most new tokens of a sequence that is read in one call with others, at
+            least 1.
         min_float32_rows: query rows of a KV head from which a call over bfloat16 is made in
             float32, K and V converted for it, on a CPU where that is faster.
     """
@@ -135,6 +136,7 @@ def plan_attention(
     num_threads: int,
     tuning: Tuning,
     can_widen: bool = False,
+    gathers_all: bool = False,
 ) -> AttentionPlan:
     """Choose the calls for a batch.
 
@@ -142,6 +144,8 @@ def plan_attention(
         group_size: query heads of a KV head.
         num_threads: threads that a kernel call runs on.
         can_widen: whether calls of few query tokens may read all KV heads as one.
+        gathers_all: whether long runs are gathered too, as they must be if no call can read the
+            pool's numbers.
 
     Raises:
         ValueError: an empty batch or sequence, a block id outside the pool, or a group that
@@ -151,7 +155,14 @@ def plan_attention(
     """
     _check(metadata, block_size, num_blocks)
     planner = _Planner(
-        metadata, block_size, num_kv_heads, group_size, num_threads, tuning, can_widen
+        metadata,
+        block_size,
+        num_kv_heads,
+        group_size,
+        num_threads,
+        tuning,
+        can_widen,
+        gathers_all,
     )
     planner.add_groups()
     planner.add_private()
@@ -167,6 +178,7 @@ class _Planner:
     num_threads: int
     tuning: Tuning
     can_widen: bool
+    gathers_all: bool
     runs: list[RunCall] = field(default_factory=list)
     tails: list[TailCall] = field(default_factory=list)
     causals: list[CausalCall] = field(default_factory=list)
@@ -288,6 +300,8 @@ class _Planner:
     def _add_run(
         self, first_seq: int, last_seq: int, start: int, length: int, *, gathered: bool
     ) -> None:
+        if self.gathers_all and not gathered:
+            start, gathered = self._gather(np.arange(start, start + length)), True
         first_token, last_token = self.token_loc[first_seq], self.token_loc[last_seq]
         is_wide = self.can_widen and last_token - first_token <= self.tuning.max_wide_tokens
         heads, num_rows = self.num_kv_heads, (last_token - first_token) * self.group_size

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn import functional
 
 from radixkv.model.attention import AttentionBackend
 from radixkv.model.config import ModelConfig
-from radixkv.model.layers import DecoderWeights, LayerWeights, Linear
+from radixkv.model.layers import DecoderWeights, LayerWeights
+from radixkv.model.quantized_linear import build_linear
 from radixkv.model.rope import RotaryTable
 
 __all__ = ["Decoder"]
@@ -34,6 +37,7 @@ class Decoder:
         *,
         max_positions: int | None = None,
         has_float32: bool = False,
+        quantization: str = "none",
     ) -> None:
         self.config = config
         self.dtype = weights.embed.dtype
@@ -46,8 +50,8 @@ class Decoder:
         # Popped one by one, so that a packed layer and its plain form exist together only once.
         weights.layers.reverse()
         while weights.layers:
-            self._layers.append(_Layer(config, weights.layers.pop(), has_float32))
-        self._lm_head = Linear(weights.lm_head, None)
+            self._layers.append(_Layer(config, weights.layers.pop(), has_float32, quantization))
+        self._lm_head = build_linear(weights.lm_head, None, quantization=quantization)
         tied = weights.lm_head is weights.embed and not self._lm_head.is_packed
         self.weight_bytes = (
             self._embed.nbytes
@@ -95,7 +99,9 @@ class Decoder:
 class _Layer:
     """One layer's weights, ready to multiply."""
 
-    def __init__(self, config: ModelConfig, weights: LayerWeights, has_float32: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: LayerWeights, has_float32: bool, quantization: str
+    ) -> None:
         self._eps = config.rms_norm_eps
         self._query_and_key = (config.num_heads, config.num_kv_heads)
         self._rotated_and_value = (config.num_heads + config.num_kv_heads, config.num_kv_heads)
@@ -103,10 +109,11 @@ class _Layer:
         self._input_norm = weights.input_norm
         self._post_norm = weights.post_norm
         self._qk_norm = weights.qk_norm
-        self._qkv = Linear(weights.qkv, weights.qkv_bias, has_float32=has_float32)
-        self._out = Linear(weights.out, weights.out_bias, has_float32=has_float32)
-        self._gate_up = Linear(weights.gate_up, weights.gate_up_bias, has_float32=has_float32)
-        self._down = Linear(weights.down, weights.down_bias, has_float32=has_float32)
+        build = partial(build_linear, quantization=quantization, has_float32=has_float32)
+        self._qkv = build(weights.qkv, weights.qkv_bias)
+        self._out = build(weights.out, weights.out_bias)
+        self._gate_up = build(weights.gate_up, weights.gate_up_bias)
+        self._down = build(weights.down, weights.down_bias)
         norms = (self._input_norm, self._post_norm, self._qk_norm)
         linears = (self._qkv, self._out, self._gate_up, self._down)
         self.nbytes = sum(norm.nbytes for norm in norms if norm is not None)

@@ -120,6 +120,17 @@ class KVPool:
         data = self.data.view(torch.uint8) if self.dtype.itemsize == 1 else self.data
         data.index_copy_(2, ids[:, 1], data.index_select(2, ids[:, 0]))
 
+    def move_slots(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy the K and V of single tokens, all layers, for (source, destination) slots.
+
+        All sources are read before anything is written; no destination may appear twice.
+        """
+        if not moves:
+            return
+        source, target = torch.tensor(moves, dtype=torch.int64, device=self.device).unbind(1)
+        slots = self.data.flatten(2, 3)
+        slots.index_copy_(2, target, slots.index_select(2, source))
+
     def gather_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Return a copy of whole blocks, all layers, in one call.
 

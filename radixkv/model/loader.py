@@ -16,6 +16,7 @@ from radixkv.model.decoder import Decoder
 from radixkv.model.gguf import convert_gguf
 from radixkv.model.layers import DecoderWeights
 from radixkv.model.pull import DEFAULT_MODEL_NAME, ensure_default_model
+from radixkv.model.quantized_linear import check_quantization
 from radixkv.model.tokenizer import ByteTokenizer, Tokenizer, TokenizerLike
 from radixkv.model.weights import dummy_weights, load_weights
 
@@ -55,6 +56,7 @@ def load_model(
     cache_dir: Path | None = None,
     max_model_len: int | None = None,
     float32_products: bool | None = None,
+    quantization: str = "none",
     console: Console | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer.
@@ -70,6 +72,7 @@ def load_model(
         max_model_len: positions that will be used, if fewer than the model can; spares memory.
         float32_products: keep float32 copies of bf16 weights, for products of many rows, on a CPU;
             None: if they are faster there and take no more than a sixteenth of its memory.
+        quantization: "none", or "int8" for weights of 8 bits, on a CPU.
         console: where progress is shown; stderr if None.
 
     Raises:
@@ -80,6 +83,7 @@ def load_model(
             f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}"
         )
     torch_device = _parse_device(device)
+    check_quantization(quantization, torch_device)
     wanted_dtype = None if dtype == "auto" else parse_dtype(dtype)
     path, name = _resolve(model, load_format, cache_dir, console)
     config = ModelConfig.from_directory(path)
@@ -100,8 +104,15 @@ def load_model(
         )
     limit = min(max_model_len or config.max_model_len, config.max_model_len)
     if float32_products is None:
-        float32_products = torch_device.type == "cpu" and _can_afford_float32(weights)
-    decoder = Decoder(config, weights, max_positions=limit, has_float32=float32_products)
+        can_use = torch_device.type == "cpu" and quantization == "none"
+        float32_products = can_use and _can_afford_float32(weights)
+    decoder = Decoder(
+        config,
+        weights,
+        max_positions=limit,
+        has_float32=float32_products,
+        quantization=quantization,
+    )
     return LoadedModel(decoder, tokenizer, config, path, name, decoder.weight_bytes)
 
 

@@ -34,6 +34,7 @@ class TokenizerLike(Protocol):
         max_token_chars: most characters of text that one token stands for, so that text of n
             characters has at least `n / max_token_chars` tokens.
         has_chat_template: whether `render_chat` can work.
+        chat_template: its source, if it has one.
         template_supports_tools: whether the template shows the tools to the model.
     """
 
@@ -47,6 +48,8 @@ class TokenizerLike(Protocol):
     def max_token_chars(self) -> int: ...  # noqa: D102
     @property
     def has_chat_template(self) -> bool: ...  # noqa: D102
+    @property
+    def chat_template(self) -> str | None: ...  # noqa: D102
     @property
     def template_supports_tools(self) -> bool: ...  # noqa: D102
 
@@ -165,6 +168,14 @@ class Tokenizer:
         """Whether the tokenizer came with a chat template."""
         return bool(self._hf.chat_template)
 
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the template; of several, the one for tools, or the first."""
+        template = self._hf.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use") or next(iter(template.values()), None)
+        return template or None
+
     @cached_property
     def template_supports_tools(self) -> bool:
         """Whether a rendered conversation changes when tools are given."""
@@ -258,6 +269,7 @@ class ByteTokenizer:
     vocab_size: int = 257
     max_token_chars: int = 1
     has_chat_template: bool = True
+    chat_template: str | None = None
     template_supports_tools: bool = True
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:

@@ -51,7 +51,7 @@ SCHEMAS: dict[str, Any] = {
     },
     "enum": {"enum": ["red", "green", 7, None, {"deep": [True]}]},
     "array": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
-    "number": {"type": "number", "minimum": 1.5, "maximum": 2.25},
+    "number": {"type": "number", "minimum": -1.5, "maximum": 2.25, "multipleOf": 0.25},
     "multiple": {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 99},
     "optional": {
         "type": "object",
@@ -156,11 +156,10 @@ async def test_branches_and_beams_validate(served: AsyncEngine) -> None:
         {"n": 3, "temperature": 1.0, "seed": 4},
         {"n": 2, "best_of": 3, "use_beam_search": True},
     ):
-        for name in ("flat", "unicode"):
-            answers = await ask(served, schema_spec(SCHEMAS[name]), **how)
-            assert len({text_of(a) for a in answers}) > 1
-            for answer in answers:
-                assert_valid(SCHEMAS[name], answer)
+        answers = await ask(served, schema_spec(SCHEMAS["flat"]), **how)
+        assert len({text_of(a) for a in answers}) > 1
+        for answer in answers:
+            assert_valid(SCHEMAS["flat"], answer)
 
 
 async def test_regexes_choices_and_grammars_hold(served: AsyncEngine) -> None:
@@ -181,18 +180,11 @@ async def test_regexes_choices_and_grammars_hold(served: AsyncEngine) -> None:
             assert holds(text_of(answer)), text_of(answer)
 
 
-async def test_any_object_is_json_or_cut_off(served: AsyncEngine) -> None:
-    (answer,) = await ask(served, schema_spec({"type": "object"}), max_tokens=48)
-    text = text_of(answer)
-    assert text.startswith("{")
-    if answer[-1].finish_reason == "stop":
-        json.loads(text)
-
-
-async def test_cut_off_answer_is_the_beginning_of_a_whole_one(served: AsyncEngine) -> None:
-    grammar = schema_spec(SCHEMAS["nested"])
-    (whole,) = await ask(served, grammar)
-    (cut,) = await ask(served, grammar, max_tokens=7)
-    assert cut[-1].finish_reason == "length"
-    assert text_of(whole).startswith(text_of(cut))
-    assert len(cut) > 1
+async def test_cut_off_object_is_the_beginning_of_one(served: AsyncEngine) -> None:
+    """Cut before its end, and then by a stop string that can't be missed."""
+    grammar = schema_spec({"type": "object"})
+    (answer,) = await ask(served, grammar, max_tokens=12)
+    (cut,) = await ask(served, grammar, max_tokens=12, stop=('"',))
+    assert answer[-1].finish_reason == "length"
+    assert text_of(answer).startswith("{")
+    assert text_of(cut) == text_of(answer).partition('"')[0]

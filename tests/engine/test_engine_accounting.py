@@ -140,6 +140,9 @@ def test_stats_are_plain_and_complete() -> None:
         "hit": 8,
         "hit_rate": 8 / 18,
         "blocks": 3,
+        "pins": 0,
+        "pinned_blocks": 0,
+        "quota": None,
     }
     assert stats.windows["all"] == stats.windows["1m"]
     assert stats.leaves == 1

@@ -24,6 +24,7 @@ from radixkv.errors import (
     RequestRejectedError,
 )
 from radixkv.request import (
+    GrammarSpec,
     Namespace,
     RequestOutput,
     RequestTimings,
@@ -56,6 +57,20 @@ def chatml_tools(messages: list[dict[str, Any]], tools: object, add_generation_p
     return head + chatml(shown, None, add_generation_prompt)
 
 
+def hermes(messages: list[dict[str, Any]], tools: object, add_generation_prompt: bool) -> str:
+    """A template as Qwen's is: calls and answers of tools in tags, thoughts dropped."""
+    shown = []
+    for m in messages:
+        content = re.sub(r"<think>.*?</think>", "", m["content"], flags=re.DOTALL)
+        calls = [
+            f"<tool_call>\n{json.dumps(c['function'], ensure_ascii=False)}\n</tool_call>"
+            for c in m.get("tool_calls", ())
+        ]
+        shown.append({**m, "content": "\n".join([content] * bool(content) + calls)})
+    head = f"<|im_start|>tools\n{json.dumps(tools)}<|im_end|>\n" if tools else ""
+    return head + chatml(shown, None, add_generation_prompt)
+
+
 class FakeTokenizer:
     """Ids 0 to 255 are bytes; then three special tokens, and one token for two line breaks."""
 
@@ -64,8 +79,15 @@ class FakeTokenizer:
     vocab_size = VOCAB
     max_token_chars = 13
 
-    def __init__(self, template: Template | None = chatml, *, supports_tools: bool = False) -> None:
+    def __init__(
+        self,
+        template: Template | None = chatml,
+        *,
+        supports_tools: bool = False,
+        chat_template: str = "",
+    ) -> None:
         self.template = template
+        self.chat_template = chat_template
         self.template_supports_tools = supports_tools
         self.encoded: list[str] = []
 
@@ -226,6 +248,9 @@ class FakeEngine:
         self.waiting.append(stream)
         self.submitted.append(stream)
         return stream
+
+    async def compile_grammar(self, spec: GrammarSpec) -> object:
+        return spec
 
     def finish(self, stream: FakeStream, reason: str, text: str = "", **fields: Any) -> None:
         """End a request once; what it computed stays cached, its last token has no KV."""

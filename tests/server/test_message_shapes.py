@@ -50,7 +50,7 @@ async def test_tool_calls_are_flattened_to_text_for_templates_without_tools(
     text = engine.tokenizer.decode(
         await ids_of(client, engine, messages), skip_special_tokens=False
     )
-    assert 'Let me see.\n{"name":"f","arguments":{"x":1}}<|im_end|>' in text
+    assert 'Let me see.\n{"name": "f", "arguments": {"x": 1}}<|im_end|>' in text
     assert "<|im_start|>user\n42<|im_end|>" in text
 
 

@@ -90,14 +90,16 @@ async def test_next_turn_keeps_every_id_and_encodes_only_new_text(
     assert PAIR not in engine.submitted[-1].prompt
 
 
-async def test_stateless_chat_hits_only_the_common_prefix(client: Any, engine: FakeEngine) -> None:
-    """The control of the test above: the same text sent back encodes differently."""
+async def test_stateless_chat_with_an_edited_answer_hits_only_the_common_prefix(
+    client: Any, engine: FakeEngine
+) -> None:
+    """The control of the test above: text that isn't the answer is encoded as it is."""
     engine.script = [*b"a\n\nb", STOP]
     first = [{"role": "user", "content": "q"}]
     url = "/v1/chat/completions"
     answer = await (await client.post(url, json={"messages": first, "max_tokens": 8})).json()
     text = answer["choices"][0]["message"]["content"]
-    more = [*first, {"role": "assistant", "content": text}, {"role": "user", "content": "r"}]
+    more = [*first, {"role": "assistant", "content": f"{text}!"}, {"role": "user", "content": "r"}]
     answer = await (await client.post(url, json={"messages": more, "max_tokens": 1})).json()
     prompt = engine.submitted[0].prompt
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == len(prompt) + 1

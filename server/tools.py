@@ -1,0 +1,259 @@
+"""The tools of a request: which may be called, and how the answer must look if one has to be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from radixkv.errors import RequestRejectedError
+from radixkv.request import GrammarSpec, SamplingParams
+from radixkv.server.errors import ApiError, api_error_from
+from radixkv.server.tool_parsers import ToolFamily, ToolParser
+
+if TYPE_CHECKING:
+    from radixkv.engine import AsyncEngine
+
+__all__ = ["ToolChoice", "ToolPlan", "named_choice", "plan_tools"]
+
+ToolChoice = Literal["none", "auto", "required"]
+
+# Of one answer that has to call; a model that doesn't know when to stop would go on for ever.
+MAX_FORCED_CALLS = 16
+# What a schema says to people, which would only make grammars larger.
+ANNOTATIONS = frozenset(
+    {"$comment", "$schema", "default", "deprecated", "description", "examples", "title"}
+)
+SCHEMA_MAPS = frozenset({"$defs", "definitions", "patternProperties", "properties"})
+PLAIN_VALUES = frozenset({"const", "enum", "required"})
+# As chat templates write JSON, so that a call is rendered later just as it was generated.
+JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+# Keywords that may allow properties beside those in `properties`.
+OPEN_KEYWORDS = frozenset(
+    {"$ref", "additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """What a request's answers may do with its tools.
+
+    Attributes:
+        family: the syntax of calls.
+        tools: in the template's form; None if there are none.
+        choice: "none" reads no calls in the answer, "required" allows nothing else.
+        named: the one function that must be called.
+        parallel: whether an answer may have several calls.
+    """
+
+    family: ToolFamily
+    tools: list[dict[str, Any]] | None = None
+    choice: ToolChoice = "auto"
+    named: str | None = None
+    parallel: bool = True
+
+    @property
+    def active(self) -> bool:
+        """Whether an answer may have calls."""
+        return bool(self.tools) and self.choice != "none"
+
+    def parser(self) -> ToolParser | None:
+        """Return what finds calls in one answer; None if it may have none."""
+        if not self.active:
+            return None
+        names = [tool["function"]["name"] for tool in self.tools or ()]
+        return ToolParser(self.family, names, max_calls=None if self.parallel else 1)
+
+    def apply(self, params: SamplingParams, engine: AsyncEngine) -> SamplingParams:
+        """Return `params` under which the engine's answers follow the plan.
+
+        Raises:
+            ApiError: 400, the plan can't be combined with the request's own grammar, or the tools
+                are too large for one.
+        """
+        if not self.active:
+            return params
+        if any(_special_id(engine, marker) is not None for marker in self.family.begins):
+            params = replace(params, skip_special_tokens=False)
+        own = params.grammar
+        if self.choice == "auto":
+            if own is None or own.kind != "json_schema":
+                return params
+            # An answer that is no call must be what was asked for.
+            return replace(params, grammar=self._spec(engine, answer=own.text))
+        if own is not None and own.kind != "json_schema":
+            raise _refuse("tool_choice", f"tool_choice can't be combined with {own.param}")
+        return replace(params, grammar=self._spec(engine))
+
+    def _spec(self, engine: AsyncEngine, answer: str | None = None) -> GrammarSpec:
+        """Return the grammar of calls, or of calls and of an answer with a JSON schema."""
+        family = self.family
+        begin, end = (_marker(engine, marks) for marks in (family.begins, family.ends))
+        rules, names = [], []
+        for i, tool in enumerate(self.tools or ()):
+            function = tool["function"]
+            if self.named not in (None, function["name"]):
+                continue
+            names.append(f"tool_{i}")
+            schema = _arguments_schema(function.get("parameters"))
+            rules.append(f"tool_{i}: {_call_rule(engine, family, function['name'], i)}")
+            rules.append(f"arguments_{i}: %json {_dump(schema)}")
+        one = " | ".join(names)
+        if family.array:
+            call, item = f"{begin} {_text('[')} one{{}} {_text(']')}", f"{_text(', ')} one"
+        elif family.name == "hermes":
+            call, item = "one{}", f"{_text(family.separator)} one"
+            one = f"{begin} {_text(chr(10))} ({one}) {_text(chr(10))} {end}"
+        elif family.name_end is not None:
+            call, item = "one{}", "one"
+            one = f"{begin} ({one})"
+        else:
+            call, item = "one{}", f"{_text(family.separator)} one"
+        several = self.parallel and self.named is None
+        more = f" ({item})~0..{MAX_FORCED_CALLS - 1}" if several else ""
+        lines = [f"calls: {call.format(more)}", f"one: {one}", *rules]
+        if answer is None:
+            lines.insert(0, "start: calls")
+        else:
+            schema = _styled(json.loads(answer))
+            lines[:0] = ["start: calls | answer", f"answer: %json {_dump(schema)}"]
+        try:
+            return GrammarSpec("tools", "\n".join(lines) + "\n", "tools")
+        except RequestRejectedError as error:
+            raise api_error_from(error) from error
+
+
+def plan_tools(
+    family: ToolFamily,
+    tools: list[dict[str, Any]] | None,
+    choice: str | dict[str, Any] | None,
+    parallel: bool | None,
+) -> ToolPlan:
+    """Return the plan of a request.
+
+    Args:
+        family: the model's.
+        tools: as `template_tools` returns them.
+        choice: OpenAI's `tool_choice` of chat completions.
+        parallel: OpenAI's `parallel_tool_calls`.
+
+    Raises:
+        ApiError: 400; `param` names the field.
+    """
+    named = None
+    if isinstance(choice, dict):
+        named = named_choice(choice)
+        choice = "required"
+    if choice not in (None, "none", "auto", "required"):
+        raise _refuse(
+            "tool_choice",
+            "tool_choice must be 'none', 'auto', 'required' or a function, "
+            f"got {str(choice)[:64]!r}",
+        )
+    names = _check_tools(tools or ())
+    if choice == "required" and not names:
+        raise _refuse("tool_choice", "tool_choice wants a call, but there are no tools")
+    if named is not None and named not in names:
+        raise _refuse("tool_choice", f"tool_choice names {named[:64]!r}, which is not in tools")
+    return ToolPlan(family, tools, choice or "auto", named, parallel is not False)  # type: ignore[arg-type]
+
+
+def named_choice(choice: dict[str, Any]) -> str:
+    """Return the function that a `tool_choice` object names.
+
+    Raises:
+        ApiError: 400, it names none.
+    """
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise _refuse(
+            "tool_choice",
+            'tool_choice, as an object, must be {"type": "function", "function": {"name": …}}',
+        )
+    return name
+
+
+def _check_tools(tools: Sequence[dict[str, Any]]) -> set[str]:
+    """Return the names of checked tools."""
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        function = tool["function"]
+        if function["name"] in names:
+            raise _refuse(f"tools[{i}].function.name", f"tools[{i}] has the name of another tool")
+        names.add(function["name"])
+        if not isinstance(function.get("parameters"), dict | None):
+            where = f"tools[{i}].function.parameters"
+            raise _refuse(where, f"{where} must be a JSON schema")
+    return names
+
+
+def _call_rule(engine: AsyncEngine, family: ToolFamily, name: str, index: int) -> str:
+    if family.name_end is not None:
+        name_end = _marker(engine, (family.name_end,))
+        return f"{_text(name)} {name_end} arguments_{index}"
+    head = f'{{"name": {_dump(name)}, "{family.arguments_key}": '
+    return f"{_text(head)} arguments_{index} {_text('}')}"
+
+
+def _arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the schema of a call's arguments: an object, without properties nobody declared."""
+    schema: dict[str, Any] = _slim(parameters or {})
+    schema.setdefault("type", "object")
+    if not OPEN_KEYWORDS & schema.keys():
+        schema["additionalProperties"] = False
+    return _styled(schema)
+
+
+def _styled(schema: Any) -> dict[str, Any]:
+    if not isinstance(schema, dict):
+        schema = {} if schema else {"not": {}}
+    return {**schema, "x-guidance": JSON_STYLE}
+
+
+def _slim(schema: Any) -> Any:
+    """Return a schema without what only people read."""
+    if isinstance(schema, list):
+        return [_slim(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    slim: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in SCHEMA_MAPS and isinstance(value, dict):
+            slim[key] = {name: _slim(inner) for name, inner in value.items()}
+        elif key in PLAIN_VALUES:
+            slim[key] = value
+        elif key not in ANNOTATIONS:
+            slim[key] = _slim(value)
+    return slim
+
+
+def _marker(engine: AsyncEngine, markers: Sequence[str]) -> str:
+    """Return the family's first marker as a grammar has it: a token of its own, or text."""
+    if not markers:
+        return ""
+    token_id = _special_id(engine, markers[0])
+    return _text(markers[0]) if token_id is None else f"<[{token_id}]>"
+
+
+def _special_id(engine: AsyncEngine, marker: str) -> int | None:
+    tokenizer = engine.tokenizer
+    ids = tokenizer.encode(marker, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 and ids[0] in tokenizer.special_token_ids else None
+
+
+def _text(text: str) -> str:
+    """Return a text in the grammar's notation, whose strings are JSON's."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _dump(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        raise _refuse("tools", "tools: a schema is nested too deeply") from None
+
+
+def _refuse(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param=param, code="invalid_value")
