@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from radixkv.cache.block_pool import BlockPool
 
 __all__ = ["CopyQueue"]
@@ -19,10 +21,16 @@ class CopyQueue:
         self._pool = pool
         self.pending: dict[int, int] = {}
         self.cached_reads: set[int] = set()
+        self._readers: Counter[int] = Counter()
+
+    def num_readers(self, block_id: int) -> int:
+        """Return how many pending copies read a block; all do before anything is written."""
+        return self._readers[block_id]
 
     def add_cached(self, source: int, destination: int) -> None:
         """Note a copy of a cached block whose ref the caller has taken already."""
         self.pending[destination] = source
+        self._readers[source] += 1
         self.cached_reads.add(destination)
 
     def add(self, source: int, destination: int) -> None:
@@ -38,12 +46,14 @@ class CopyQueue:
         source = self.pending.get(source, source)
         self._pool.share(source)
         self.pending[destination] = source
+        self._readers[source] += 1
 
     def cancel(self, destination: int) -> bool:
         """Forget a pending copy; return whether there was one."""
         source = self.pending.pop(destination, None)
         if source is None:
             return False
+        self._readers[source] -= 1
         self.cached_reads.discard(destination)
         self._pool.release((source,))
         return True
@@ -52,6 +62,7 @@ class CopyQueue:
         """Return the pending (source, destination) copies; the caller does them at once."""
         copies = [(source, destination) for destination, source in self.pending.items()]
         self.pending.clear()
+        self._readers.clear()
         self.cached_reads.clear()
         self._pool.release(source for source, _ in copies)
         return copies

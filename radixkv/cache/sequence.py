@@ -118,7 +118,10 @@ class Sequence:
         shared = -1
         if filled and num_tokens > self.num_computed:
             last = self._blocks[position]
-            if self.cache.pool.ref_count(last) > 1:
+            # The last of those that shared a block has it to itself: the others' copies are made
+            # before it writes.
+            readers = self.cache.copies.num_readers(last)
+            if self.cache.pool.ref_count(last) - readers > 1:
                 shared = last
         if missing <= 0 and shared < 0:
             return

@@ -185,6 +185,26 @@ def test_forks_share_full_blocks_and_copy_the_half_one() -> None:
     cache.check_integrity()
 
 
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_last_of_the_forks_that_write_at_once_copies_nothing(count: int) -> None:
+    cache = RadixCache(16, 4)
+    parent = compute(cache, range(6))
+    forks = [parent, *(parent.fork() for _ in range(count - 1))]
+    half = parent.block_table[1]
+    for token, fork in enumerate(forks):
+        fork.append((100 + token,))
+        fork.reserve(len(fork))
+        cache.check_integrity()
+    copies = cache.take_copies()
+    assert len(copies) == count - 1
+    assert {source for source, _ in copies} == {half}
+    assert [fork.block_table[1] for fork in forks].count(half) == 1
+    for fork in forks:
+        fork.commit(len(fork))
+        fork.free()
+    cache.check_integrity()
+
+
 @pytest.mark.parametrize("length", [4, 8])
 def test_fork_at_a_block_boundary_copies_nothing(length: int) -> None:
     cache = RadixCache(16, 4)
