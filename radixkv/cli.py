@@ -93,6 +93,7 @@ def serve(config: str | None = None, **options: Any) -> None:
             request_timeout_s=settings.request_timeout,
             session_idle_s=settings.session_idle,
             max_sessions=settings.max_sessions,
+            tool_parser=None if settings.tool_parser == "auto" else settings.tool_parser,
             drain_timeout_s=settings.drain_timeout,
             save_timeout_s=settings.disk_save_timeout if settings.disk_cache else 0.0,
         ),

@@ -296,6 +296,11 @@ class ServeConfig:
     session_idle: float = _option(
         3600.0, _number(1, 31_536_000), "Seconds after which an unused session is dropped."
     )
+    tool_parser: str = _option(
+        "auto",
+        _choice("auto", "hermes", "llama3", "mistral", "mistral-args", "generic"),
+        "How the model writes tool calls. auto: as its chat template teaches.",
+    )
     max_sessions: int = _option(10_000, _integer(1, 10_000_000), "Sessions kept at once.")
     kv_events: str | None = _option(
         None,

@@ -91,7 +91,7 @@ class LLM:
         self._engine = engine
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=self._loop.run_forever, name="radixkv-llm", daemon=True
+            target=_run_loop, args=(self._loop,), name="radixkv-llm", daemon=True
         )
         self._thread.start()
         self._close = weakref.finalize(self, _close, engine, self._loop, self._thread)
@@ -329,8 +329,22 @@ class LLM:
             raise
 
 
-def _close(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    asyncio.run_coroutine_threadsafe(engine.shutdown(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.run_until_complete(_end_calls())
     loop.close()
+
+
+async def _end_calls() -> None:
+    """Let the calls of other threads return, whose requests were aborted or are refused by now."""
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+
+
+def _close(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    stopping = asyncio.run_coroutine_threadsafe(engine.shutdown(), loop)
+    stopping.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
+    # The last reference can be dropped by the loop's own thread.
+    if thread is not threading.current_thread():
+        stopping.result()
+        thread.join()

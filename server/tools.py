@@ -96,9 +96,7 @@ class ToolPlan:
             if self.named not in (None, function["name"]):
                 continue
             names.append(f"tool_{i}")
-            schema = _arguments_schema(function.get("parameters"))
-            rules.append(f"tool_{i}: {_call_rule(engine, family, function['name'], i)}")
-            rules.append(f"arguments_{i}: %json {_dump(schema)}")
+            rules += _call_rules(engine, family, function, i)
         one = " | ".join(names)
         if family.array:
             call, item = f"{begin} {_text('[')} one{{}} {_text(']')}", f"{_text(', ')} one"
@@ -189,12 +187,45 @@ def _check_tools(tools: Sequence[dict[str, Any]]) -> set[str]:
     return names
 
 
-def _call_rule(engine: AsyncEngine, family: ToolFamily, name: str, index: int) -> str:
+def _call_rules(
+    engine: AsyncEngine, family: ToolFamily, function: dict[str, Any], index: int
+) -> list[str]:
+    """Return the rules of the calls of one function."""
+    name, key = function["name"], family.arguments_key
+    arguments = _arguments_schema(function.get("parameters"))
+    if family.bare:
+        # Where an answer in JSON may stand in the place of a call, both must be made of the same
+        # terminals: the longest wins, and one that holds the braces would leave the other no start.
+        call = {
+            "type": "object",
+            "properties": {"name": {"const": name}, key: _moved(arguments, f"#/properties/{key}")},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        return [f"tool_{index}: %json {_dump(_styled(call))}"]
+    rule = f"arguments_{index}: %json {_dump(_styled(arguments))}"
     if family.name_end is not None:
         name_end = _marker(engine, (family.name_end,))
-        return f"{_text(name)} {name_end} arguments_{index}"
-    head = f'{{"name": {_dump(name)}, "{family.arguments_key}": '
-    return f"{_text(head)} arguments_{index} {_text('}')}"
+        return [f"tool_{index}: {_text(name)} {name_end} arguments_{index}", rule]
+    head = _text(f'{{"name": {_dump(name)}, "{key}": ')
+    return [f"tool_{index}: {head} arguments_{index} {_text('}')}", rule]
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema for use at `place` in a larger one, its references moved along."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = place + value[1:]
+        elif key in SCHEMA_MAPS and isinstance(value, dict):
+            moved[key] = {name: _moved(inner, place) for name, inner in value.items()}
+        else:
+            moved[key] = value if key in PLAIN_VALUES else _moved(value, place)
+    return moved
 
 
 def _arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -203,7 +234,7 @@ def _arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
     schema.setdefault("type", "object")
     if not OPEN_KEYWORDS & schema.keys():
         schema["additionalProperties"] = False
-    return _styled(schema)
+    return schema
 
 
 def _styled(schema: Any) -> dict[str, Any]:

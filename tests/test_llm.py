@@ -275,6 +275,43 @@ def test_reset_drops_what_is_cached(llm: LLM) -> None:
     assert llm.generate([7] * 50, GREEDY)[0].num_cached_tokens == 0
 
 
+def test_closing_ends_the_call_of_another_thread(options: dict[str, Any]) -> None:
+    other = LLM(**options)
+    outputs: list[RequestOutput] = []
+    endless = SamplingParams(max_tokens=400, ignore_eos=True)
+    thread = threading.Thread(target=lambda: outputs.extend(other.generate(["x", "y"], endless)))
+    thread.start()
+    while not other.stats().tokens_generated:
+        time.sleep(0.001)
+    other.close()
+    thread.join(20)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["abort", "abort"]
+
+
+def test_closing_waits_for_a_call_that_outlasts_the_engine(options: dict[str, Any]) -> None:
+    other = LLM(**options)
+    results: list[str] = []
+    thread = threading.Thread(
+        target=lambda: results.append(other._wait(asyncio.sleep(0.2, "ended"))), daemon=True
+    )
+    thread.start()
+    time.sleep(0.05)
+    other.close()
+    thread.join(10)
+    assert results == ["ended"]
+
+
+def test_a_dropped_llm_closes_itself(options: dict[str, Any]) -> None:
+    other = LLM(**options)
+    other.generate("x", GREEDY)
+    threads = [other._thread, other._engine._thread]
+    del other
+    for thread in threads:
+        assert thread is not None
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 def test_a_closed_llm_says_so(options: dict[str, Any]) -> None:
     with LLM(**options) as other:
         other.generate("x", GREEDY)

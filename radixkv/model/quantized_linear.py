@@ -18,6 +18,7 @@ _LOW = 2 * _MAX
 # Rows of a weight that are converted at a time, so that it never exists in float32 as a whole.
 _CHUNK_ROWS = 8192
 _TINY = 1e-30
+_FEW_ROWS = 4
 _ONES = 1.5 * 2**23
 
 
@@ -28,32 +29,37 @@ class Int8Linear:
     with two numbers of 8 bits for each element, `x = s * (high + low / 254)`, and a scale found at
     each call: a single one costs several percent of perplexity, since a few channels are much
     larger than the others, while the second one only adds rows to a product whose time goes into
-    reading the weights. A row's result depends on no other row, and is the same bit for bit in
-    any batch.
+    reading the weights. A row's result depends on no other row.
+
+    Up to four rows of bfloat16 are multiplied as they are, which spares the small steps around the
+    product: with that few they cost more than it.
 
     With `t` the scale of the weight and `k` the terms of the sum, a result differs from the exact
     one by at most `t / 2 * sum|x| + s / 508 * sum|w| + k * s * t / 1016`, and by the rounding of
     float32 and of the dtype of `x`.
     """
 
-    __slots__ = ("_bias", "_scale", "_weight", "is_packed", "nbytes")
+    __slots__ = ("_bias", "_few_scale", "_scale", "_weight", "is_packed", "nbytes")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         largest = weight.abs().amax(1).float()
-        scale = largest.clamp_min_(_TINY).div_(_MAX)
+        # The product of few rows takes the scales in bfloat16, so they are numbers of that type.
+        scale = largest.clamp_min_(_TINY).div_(_MAX).bfloat16().float()
         rows = torch.empty(weight.shape, dtype=torch.int8)
         for start in range(0, len(weight), _CHUNK_ROWS):
             chunk = slice(start, start + _CHUNK_ROWS)
             # Not in place: a float32 weight may be the embedding, too.
             scaled = weight[chunk].float() / scale[chunk, None]
-            rows[chunk] = scaled.round_().to(torch.int8)
+            # A scale that was rounded down makes the largest element more than 127.
+            rows[chunk] = scaled.round_().clamp_(-_MAX, _MAX).to(torch.int8)
+        self._few_scale = scale.bfloat16()
         # Times the largest element of a row of `x`, what a sum is multiplied by.
         self._scale = scale.div_(_MAX)
         # `_int_mm` wants `[in, out]`; of the layouts measured, this view is the fastest.
         self._weight = rows.t()
         self._bias = None if bias is None else bias.float()
         self.is_packed = True
-        self.nbytes = rows.nbytes + self._scale.nbytes
+        self.nbytes = rows.nbytes + self._scale.nbytes + self._few_scale.nbytes
         self.nbytes += 0 if self._bias is None else self._bias.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,6 +67,9 @@ class Int8Linear:
         if not len(x):
             return x.new_empty(0, self._weight.shape[1])
         rows, columns = x.shape
+        if rows <= _FEW_ROWS and x.dtype == torch.bfloat16:
+            few: torch.Tensor = torch._weight_int8pack_mm(x, self._weight.t(), self._few_scale)
+            return few if self._bias is None else few.add_(self._bias)
         largest = x.abs().amax(1, keepdim=True).float().clamp_min_(_TINY)
         scaled = x * (_MAX / largest)
         # Where the last bit of a float32 is 1, sums are rounded as `round` would, faster.

@@ -31,7 +31,7 @@ def simulate(
     trace: Annotated[
         str,
         typer.Argument(
-            help="A trace in Mooncake's form, or sharegpt, alpaca or translation for drawn requests."
+            help="A trace in Mooncake's form, or sharegpt, alpaca, translation: drawn requests."
         ),
     ] = "",
     model: Annotated[
@@ -168,9 +168,11 @@ def kv_size(
 def _show_outcomes(
     console: Console, plan: Plan, processes: int, json_file: Path | None, plots: Path | None
 ) -> None:
+    from rich.measure import Measurement
+
+    from radixkv.simulate.parallel import map_parallel
     from radixkv.simulate.plots import require_matplotlib, write_plots
     from radixkv.simulate.report import outcome_table
-    from radixkv.simulate.parallel import map_parallel
     from radixkv.simulate.scenario import run_scenario
     from radixkv.simulate.sustained import sustainable_rate
 
@@ -197,8 +199,9 @@ def _show_outcomes(
                 on_done=lambda done: progress.update(task, completed=len(cells) + done),
             )
     table = outcome_table(cells, outcomes, sustained)
-    # A pipe has no width of its own; columns that are cut help nobody.
-    console.width = max(console.width, console.measure(table).maximum)
+    # Columns that are cut help nobody; a pipe has no width anyway.
+    wide = console.options.update(max_width=1000)
+    console.width = max(console.width, Measurement.get(console, wide, table).maximum)
     console.print(table)
     if json_file is not None:
         rows = [

@@ -189,8 +189,8 @@ def _rate_checks(results: Results) -> list[Check]:
         for model in MODEL_NAMES:
             mine = _rate(results, "rate", "sharegpt", model, "paged")
             theirs = _rate(results, "rate", "sharegpt", model, other)
-            ratio = f"{mine / theirs:.2f}" if theirs else "never within the limit"
-            shown.append(f"{ratio} ({model.removeprefix('opt-')})")
+            value = f"{mine / theirs:.2f}" if theirs else "never within the limit"
+            shown.append(f"{value} ({model.removeprefix('opt-')})")
         simulated = ", ".join(shown)
         what = f"sustainable rate of paged over {other}, sharegpt"
         checks.append(Check(what, f"{text} times", simulated))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from radixkv.config import format_bytes
@@ -24,7 +25,7 @@ def outcome_table(
     Memory shares are those while a request waits for memory, if any did: with memory to spare
     nothing is wasted that anybody misses.
     """
-    table = Table(pad_edge=False)
+    table = Table(box=SIMPLE, pad_edge=False)
     for name in ("memory", "rate", "manager"):
         table.add_column(name, no_wrap=True)
     numbers = [
@@ -51,7 +52,7 @@ def outcome_table(
             f"{outcome.rejected:,}",
         ]
         if sustained:
-            row.append(f"{sustained[index]:.3g}" if sustained[index] else "–")
+            row.append(f"{sustained[index]:.3g}" if sustained[index] else "-")
         if last is not None and group != last:
             table.add_section()
         table.add_row(*row)
@@ -64,4 +65,4 @@ def _share(value: float) -> str:
 
 
 def _number(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.3g}"
+    return "-" if math.isnan(value) else f"{value:.3g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import random
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from fakes import FakeRunner, Harness, make_engine, prompt_of
 
-from radixkv.engine import EngineStats, SamplingParams
+from radixkv.engine import EngineStats, SamplingParams, histogram
 from radixkv.engine.batch import ForwardBatch
 from radixkv.engine.histogram import Histogram
 from radixkv.engine.meter import Meter, StepTokens
@@ -217,6 +218,11 @@ def test_swapped_bytes_are_those_of_the_blocks() -> None:
     stats = harness.engine.stats()
     assert stats.swap_bytes == {"out": 3 * 32, "in": 3 * 32}
     assert stats.preemptions_by_mode == {"swap": 1, "recompute": 0}
+
+
+def test_doctests_of_the_histogram_pass() -> None:
+    result = doctest.testmod(histogram)
+    assert result.attempted > 0 == result.failed
 
 
 def test_values_on_a_bound_are_below_it_one_by_one_and_together() -> None:

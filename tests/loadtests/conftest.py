@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
-from loadtest_fakes import FakeServer
-
-Serve = Callable[[FakeServer], Awaitable[str]]
+from loadtest_fakes import FakeServer, Serve
 
 
 @pytest.fixture
@@ -18,7 +16,6 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """Start fake servers; each gives its URL."""
     servers: list[TestServer] = []
 
     async def start(fake: FakeServer) -> str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
 REUSED = 3
+
+Serve = Callable[["FakeServer"], Awaitable[str]]
+"""Starts a server; gives its URL."""
 
 
 @dataclass

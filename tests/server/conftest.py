@@ -39,11 +39,13 @@ async def client(make_client: MakeClient, engine: FakeEngine) -> TestClient[Any,
 def serve(make_client: Any) -> Any:
     """Serve a real engine; keyword arguments are those of `make_engine`."""
 
-    async def start(max_num_waiting: int = 64, **limits: Any) -> tuple[Any, AsyncEngine]:
+    async def start(
+        max_num_waiting: int = 64, tool_parser: str | None = None, **limits: Any
+    ) -> tuple[Any, AsyncEngine]:
         limits = {"num_blocks": 256, "block_size": 16, "max_num_batched_tokens": 256, **limits}
         engine = make_engine(eos_token_ids=(END, STOP), **limits)
         engine.tokenizer = tokenizer = FakeTokenizer()
         served = AsyncEngine(engine, tokenizer, model_name="real", max_num_waiting=max_num_waiting)
-        return await make_client(served), served
+        return await make_client(served, tool_parser=tool_parser), served
 
     return start

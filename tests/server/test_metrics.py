@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -139,11 +140,27 @@ async def test_engine_report_divides_the_time_of_the_steps(client: Any) -> None:
     assert report["kv"]["utilisation"] is None
 
 
+def stats_with(**changes: Any) -> EngineStats:
+    return dataclasses.replace(FakeEngine().stats(), **changes)
+
+
+def test_sources_name_every_way_that_a_prompt_token_can_go() -> None:
+    stats = stats_with(
+        tokens_hit_by_tier={"device": 1, "host": 2, "disk": 4},
+        tokens_computed=8,
+        prompt_tokens_found_late=16,
+        prompt_tokens_dropped=32,
+        prompt_tokens_pending=64,
+        tokens_looked_up=127,
+    )
+    sources = engine_report(stats)["prompt_tokens"]
+    assert sources.pop("looked_up") == sum(sources.values()) == 127
+    assert sorted(sources.values()) == [2**i for i in range(7)]
+
+
 def test_quantiles_lie_in_their_buckets() -> None:
-    stats = FakeEngine().stats()
-    fields = {name: getattr(stats, name) for name in EngineStats.__slots__}
     data = HistogramData((1.0, 2.0, 4.0), (0, 10, 80, 10), 300.0)
-    report = engine_report(EngineStats(**{**fields, "histograms": {"x": data}}))
+    report = engine_report(stats_with(histograms={"x": data}))
     assert report["histograms"]["x"] == {
         "count": 100, "mean": 3.0, "p50": 3.0, "p90": 4.0, "p99": 4.0,
     }  # fmt: skip

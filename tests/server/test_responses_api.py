@@ -216,8 +216,8 @@ def test_store_is_bounded_by_number_and_size() -> None:
     store.get("a", "", "x")
     store.put(stored("d", 10))
     assert (len(store), store.num_chars) == (3, 30)
-    store.put(stored("e", 75))
-    assert (len(store), store.num_chars) == (2, 85)
+    store.put(stored("e", 85))
+    assert (len(store), store.num_chars) == (2, 95)
     assert store.get("d", "", "x").id == "d"
     store.delete(store.get("e", "", "x"))
     assert store.num_chars == 10

@@ -51,7 +51,11 @@ async def api(client: Any) -> Any:
 @pytest.fixture
 async def forced(serve: Any) -> Any:
     """A client of the real engine, whose model of random weights would never call by itself."""
-    client, served = await serve()
+    return await force(serve)
+
+
+async def force(serve: Any, **options: Any) -> Any:
+    client, served = await serve(**options)
     served.engine.grammars = GrammarCompiler(
         served.tokenizer, served.vocab_size, served.engine.eos_token_ids
     )
@@ -169,6 +173,25 @@ async def test_required_calls_are_valid_whatever_the_model_would_say(forced: Any
     for call in calls:
         schema = SCHEMA if call["name"] == "weather" else {"maxProperties": 0}
         Draft202012Validator(schema).validate(json.loads(call["arguments"]))
+
+
+@pytest.mark.parametrize("family", ["generic", "hermes", "llama3", "mistral", "mistral-args"])
+async def test_forced_call_is_read_in_every_family(serve: Any, family: str) -> None:
+    """The schema refers to parts of itself, wherever the family puts it."""
+    client = await force(serve, tool_parser=family)
+    schema = {
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/point"}, "to": {"$ref": "#/properties/at"}},
+        "required": ["at", "to"],
+        "$defs": {"point": {"enum": [1, 2]}},
+    }
+    tool = {"type": "function", "function": {"name": "go", "parameters": schema}}
+    body = {"messages": HELLO, "tools": [tool], "tool_choice": "required", "max_tokens": 2000}
+    choice = (await (await client.post(URL, json={**body, "seed": 1})).json())["choices"][0]
+    for call in choice["message"]["tool_calls"]:
+        assert call["function"]["name"] == "go"
+        Draft202012Validator(schema).validate(json.loads(call["function"]["arguments"]))
+    assert choice["message"]["content"] is None
 
 
 async def test_named_call_is_the_only_one(forced: Any) -> None:

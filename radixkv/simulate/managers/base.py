@@ -108,7 +108,7 @@ class MemoryManager(ABC):
         self._count(allocation, 1)
         return done
 
-    def computed(self, allocation: Allocation) -> None:
+    def computed(self, allocation: Allocation) -> None:  # noqa: B027 - most have nothing to do
         """Note that the KV of the whole prompt is there; others may find it from now on."""
 
     def release(self, allocation: Allocation) -> None:
@@ -117,7 +117,7 @@ class MemoryManager(ABC):
         self._count(allocation, -1)
         self._free(allocation)
 
-    def seal(self) -> None:
+    def seal(self) -> None:  # noqa: B027 - most have nothing to do
         """Note that a step begins with what has been admitted."""
 
     def usage(self, generated: float, *, is_blocked: bool) -> Usage:

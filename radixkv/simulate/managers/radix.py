@@ -53,7 +53,7 @@ class RadixTreeBlocks(MemoryManager):
     def _allocate(self, request: Request, generated: int) -> Allocation | None:
         common, rest = divmod(request.prompt_len, self.block_size)
         own = -(-(rest + generated) // self.block_size)
-        sequence = self.cache.create_sequence(request.keys)
+        sequence = self.cache.create_sequence(request.keys, ())
         hit = sequence.reuse(len(sequence))
         blocks = common + request.num_samples * own
         spare = self.watermark if self.num_held else 0
