@@ -80,12 +80,14 @@ def main(arguments: list[str] | None = None) -> None:
         task = progress.add_task("", total=len(cases) + 1)
         model = None if args.random_beams else _load(args.model, console)
         for case in cases:
-            progress.update(task, description=" ".join(map(str, case.values())))
+            name = " ".join(map(str, case.values()))
+            progress.update(task, description=name)
             use = _measure_case(case, args, model)
-            rows.append(
-                {**case, **_summary(use), "paper_percent": _paper(case["method"], case["dataset"])}
-            )
+            paper = _paper(case["method"], case["dataset"])
+            rows.append({**case, **_summary(use), "paper_percent": paper})
             progress.advance(task)
+            if progress.disable:
+                console.print(f"{name}: {100 * use.saved:.1f} % saved", highlight=False)
         progress.update(task, description="load")
         load = _summary(_measure_load(args.load, args.scale))
         progress.advance(task)

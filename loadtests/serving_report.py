@@ -98,6 +98,7 @@ def comparison_table(workload: Workload, runs: Mapping[str, Sequence[Mapping[str
     rounds = max(map(len, runs.values()))
     title = f"{workload.name}: medians of {rounds} round{'s' if rounds != 1 else ''}"
     table = Table("", *runs, title=title)
+    table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
     if len(runs) == 2:

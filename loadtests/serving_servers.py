@@ -106,12 +106,14 @@ class ManagedServer:
     Attributes:
         log: the file that the server's output goes to.
         start_s: seconds until it was healthy.
+        ended_in_order: whether it ended when it was told to, before it was killed.
     """
 
     def __init__(self, command: ServerCommand, log: Path, *, starting_s: float = 900.0) -> None:
         self.command = command
         self.log = log
         self.start_s = 0.0
+        self.ended_in_order = False
         self._starting_s = starting_s
         self._process: asyncio.subprocess.Process | None = None
 
@@ -151,7 +153,7 @@ class ManagedServer:
 
     def pause(self) -> None:
         """Take the processor away from it."""
-        pass
+        self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let it go on."""
@@ -188,6 +190,7 @@ class ManagedServer:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), STOPPING_S)
+                self.ended_in_order = True
         finally:
             # Its children too, which may have outlived it.
             self._signal(signal.SIGKILL)

@@ -15,6 +15,8 @@ from loadtest_fakes import FakeServer, Serve
 
 from loadtests.serving_servers import ManagedServer, server_command
 
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
 ROOT = Path(__file__).parents[2]
 # A "vllm" with a child that ignores SIGTERM, as a worker that hangs would.
 SCRIPT = """#!{python}
@@ -61,6 +63,7 @@ async def wait_for_states(tmp_path: Path, expected: set[str]) -> None:
         await asyncio.sleep(0.02)
 
 
+@linux_only
 async def test_managed_server_runs_only_in_its_turn_and_leaves_nothing(
     tmp_path: Path, peer: dict[str, Any]
 ) -> None:
@@ -71,8 +74,10 @@ async def test_managed_server_runs_only_in_its_turn_and_leaves_nothing(
             await wait_for_states(tmp_path, {"S"})
         await wait_for_states(tmp_path, {"T"})
     await wait_for_states(tmp_path, set())
+    assert server.ended_in_order
 
 
+@linux_only
 async def test_managed_server_that_fails_to_start_shows_why_and_leaves_nothing(
     tmp_path: Path, peer: dict[str, Any]
 ) -> None:
@@ -83,6 +88,7 @@ async def test_managed_server_that_fails_to_start_shows_why_and_leaves_nothing(
     await wait_for_states(tmp_path, set())
 
 
+@linux_only
 @pytest.mark.parametrize("ending", [None, signal.SIGTERM, signal.SIGINT])
 async def test_bench_serving_stops_its_peer_whatever_happens(
     tmp_path: Path, peer: dict[str, Any], serve: Serve, ending: signal.Signals | None
