@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any
 
 from radixkv import engine
 from radixkv.config import ServeConfig
+from radixkv.openmp import set_wait_policy
 from radixkv.options import config_of, naming_keywords, quotas_of
 from radixkv.prompts import PromptLike, prompt_of
 from radixkv.request import RequestOutput, SamplingParams
@@ -38,7 +38,7 @@ class AsyncEngine(engine.AsyncEngine):
             raise ValueError("give either a config or options")
         if config is None:
             config = config_of(options.pop("model", None), options)
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        set_wait_policy()
         from radixkv.engine.factory import build_engine
 
         with naming_keywords():

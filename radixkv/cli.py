@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import json
 import logging
-import os
 import sys
 import time
 from typing import Annotated, Any, NoReturn
@@ -19,6 +18,7 @@ from rich.logging import RichHandler
 from radixkv import __version__
 from radixkv.config import REPEATABLE, ServeConfig, format_bytes, load_config
 from radixkv.errors import RadixKVError
+from radixkv.openmp import set_wait_policy
 from radixkv.simulate.command import add_commands as add_simulate_commands
 
 __all__ = ["app", "main"]
@@ -37,9 +37,7 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     """Run the command line."""
-    # Read when torch is loaded. Threads that spin while they wait for each other slow a step down
-    # many times over as soon as anything else (the event loop, a client) wants a core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_wait_policy()
     app()
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from radixkv.batch_progress import BatchProgress
 from radixkv.errors import EngineClosedError, RequestRejectedError
+from radixkv.openmp import set_wait_policy
 from radixkv.options import config_of, naming_keywords, quotas_of
 from radixkv.outputs import AnswerCollector, RequestOutput
 from radixkv.prompts import Message, Prompt, PromptLike, chat_prompt, prompts_of
@@ -72,7 +73,7 @@ class LLM:
         """
         config = config_of(model, options)
         # As on the command line: read when torch is loaded, if that is still to come.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        set_wait_policy()
         from radixkv.engine.factory import build_engine
 
         with naming_keywords():
