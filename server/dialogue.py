@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from radixkv.request import Namespace, RequestOutput, SamplingParams
+from radixkv.server.errors import ApiError
 from radixkv.server.generation import Answer, Generation
 from radixkv.server.history import ChatPrompt, encode_chat
 from radixkv.server.messages import TemplateMessage, template_messages
@@ -187,9 +188,12 @@ class Dialogue:
     def _remember(self, reader: AnswerReader) -> None:
         state = self._state
         message: TemplateMessage
-        (message,) = template_messages(
-            [reader.message()], supports_tools=state.prompts.supports_tools
-        )
+        try:
+            (message,) = template_messages(
+                [reader.message()], supports_tools=state.prompts.supports_tools
+            )
+        except ApiError:  # arguments so deep that no template could write them
+            return
         state.history.remember(
             state.engine,
             state.prompts,

@@ -25,7 +25,7 @@ TTLS = {"5m": 300.0, "1h": 3600.0}
 MAX_MARKERS = 4
 ROLES = ("user", "assistant", "system")
 # Thoughts of an earlier turn, which no template here shows.
-IGNORED_BLOCKS = frozenset({"thinking", "redacted_thinking"})
+IGNORED_BLOCKS = ("thinking", "redacted_thinking")
 UNSUPPORTED = ("container", "context_management", "mcp_servers")
 
 
@@ -199,7 +199,7 @@ def pin_ttl(body: CountTokensRequest) -> float | None:
     ttls = []
     for where, marker in markers:
         ttl = marker.get("ttl", "5m") if isinstance(marker, dict) else None
-        if ttl not in TTLS or marker.get("type") != "ephemeral":
+        if ttl not in tuple(TTLS) or marker.get("type") != "ephemeral":
             raise _refuse(
                 where, f"{where} must have type 'ephemeral' and, if any, a ttl of '5m' or '1h'"
             )

@@ -12,7 +12,7 @@ from radixkv.server.protocol import ChatFields, FunctionCall, Message, Number, P
 
 __all__ = ["ResponsesRequest", "chat_choice", "chat_fields", "chat_tools", "input_messages"]
 
-TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
+TEXT_PARTS = ("input_text", "output_text", "text")
 SHARED_FIELDS = (
     "temperature", "top_p", "stream", "parallel_tool_calls", "top_k", "min_p", "seed", "stop",
     "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from radixkv.errors import RequestRejectedError
@@ -31,6 +32,11 @@ from radixkv.server.tools import plan_tools
 
 __all__ = ["create_response", "delete_response", "get_response", "list_input_items"]
 
+# Fields that a response object, or its list of input items, repeats.
+SHOWN = (
+    "input", "instructions", "max_output_tokens", "metadata", "previous_response_id", "text",
+    "tool_choice", "tools", "user",
+)  # fmt: skip
 # What chat completions call otherwise.
 RENAMED = {
     "max_tokens": "max_output_tokens",
@@ -85,6 +91,7 @@ async def list_input_items(request: web.Request) -> web.Response:
 async def _answer(
     request: web.Request, state: ServerState, body: ResponsesRequest
 ) -> web.StreamResponse:
+    _check_shown(body)
     params = chat_sampling(chat_fields(body), vocab_size=state.engine.vocab_size)
     namespace = make_namespace(tenant_of(request), body.cache_salt)
     tools = chat_tools(body.tools)
@@ -143,6 +150,24 @@ async def _events(
     for event in builder.complete():
         yield event
     yield builder.end_event(finish())
+
+
+def _check_shown(body: ResponsesRequest) -> None:
+    """Refuse what the response object, which repeats it, could not be written with.
+
+    Raises:
+        ApiError: 400; `param` names the field.
+    """
+    for name in SHOWN:
+        try:
+            orjson.dumps(getattr(body, name))
+        except (TypeError, RecursionError):
+            raise ApiError(
+                400,
+                f"{name} has a number over 64 bits, half of a surrogate pair, or too many levels",
+                param=name,
+                code="invalid_value",
+            ) from None
 
 
 def _renamed(error: ApiError) -> ApiError:

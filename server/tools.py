@@ -77,6 +77,14 @@ class ToolPlan:
         if any(_special_id(engine, marker) is not None for marker in self.family.begins):
             params = replace(params, skip_special_tokens=False)
         own = params.grammar
+        try:
+            return self._constrained(params, own, engine)
+        except RecursionError:
+            raise _refuse("tools", "tools: a schema is nested too deeply") from None
+
+    def _constrained(
+        self, params: SamplingParams, own: GrammarSpec | None, engine: AsyncEngine
+    ) -> SamplingParams:
         if self.choice == "auto":
             if own is None or own.kind != "json_schema":
                 return params
@@ -89,28 +97,24 @@ class ToolPlan:
     def _spec(self, engine: AsyncEngine, answer: str | None = None) -> GrammarSpec:
         """Return the grammar of calls, or of calls and of an answer with a JSON schema."""
         family = self.family
-        begin, end = (_marker(engine, marks) for marks in (family.begins, family.ends))
         rules, names = [], []
         for i, tool in enumerate(self.tools or ()):
             function = tool["function"]
-            if self.named not in (None, function["name"]):
-                continue
-            names.append(f"tool_{i}")
-            rules += _call_rules(engine, family, function, i)
-        one = " | ".join(names)
-        if family.array:
-            call, item = f"{begin} {_text('[')} one{{}} {_text(']')}", f"{_text(', ')} one"
-        elif family.name == "hermes":
-            call, item = "one{}", f"{_text(family.separator)} one"
-            one = f"{begin} {_text(chr(10))} ({one}) {_text(chr(10))} {end}"
+            if self.named in (None, function["name"]):
+                names.append(f"tool_{i}")
+                rules += _call_rules(engine, family, function, i)
+        begin, end = (_marker(engine, marks) for marks in (family.begins, family.ends))
+        one, line_break = f"({' | '.join(names)})", _text("\n")
+        between = _text(", " if family.array else family.separator) if family.separator else ""
+        if family.ends:
+            one = f"{begin} {line_break} {one} {line_break} {end}"
         elif family.name_end is not None:
-            call, item = "one{}", "one"
-            one = f"{begin} ({one})"
-        else:
-            call, item = "one{}", f"{_text(family.separator)} one"
+            one = f"{begin} {one}"
         several = self.parallel and self.named is None
-        more = f" ({item})~0..{MAX_FORCED_CALLS - 1}" if several else ""
-        lines = [f"calls: {call.format(more)}", f"one: {one}", *rules]
+        calls = f"one ({between} one)~0..{MAX_FORCED_CALLS - 1}" if several else "one"
+        if family.array:
+            calls = f"{begin} {_text('[')} {calls} {_text(']')}"
+        lines = [f"calls: {calls}", f"one: {one}", *rules]
         if answer is None:
             lines.insert(0, "start: calls")
         else:

@@ -201,8 +201,8 @@ class Scheduler:
     def reserve_ahead(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Take the slots that the decodes of a step will need in the next one.
 
-        Meant for while the device computes the step: what the next one then finds reserved costs it
-        no allocation, eviction or note of a copy. Where there is no block, nothing happens; the next
+        Meant for while the device computes the step: what the next one finds reserved costs it no
+        allocation, eviction or note of a copy. Where there is no block, nothing happens; the next
         step sees to it.
         """
         for chunk in chunks:

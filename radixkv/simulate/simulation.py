@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from radixkv.simulate.managers import Allocation, MemoryManager
 from radixkv.simulate.managers.radix import RadixTreeBlocks
@@ -54,6 +55,10 @@ class Job:
     swapped: int = 0
     allocation: Allocation | None = None
     first_token: float = math.nan
+
+
+Event = tuple[int, int, int, Job, Allocation]
+"""The step it is due before, the request's index, a serial number, and whose it is."""
 
 
 @dataclass(slots=True)
@@ -116,8 +121,9 @@ class Simulation:
         self._next = 0
         self._context = 0  # tokens that those who decode attend to
         self._prefilling: deque[Job] = deque()
-        self._finishes: list[tuple[int, int, Job, Allocation]] = []
-        self._growths: list[tuple[int, int, Job, Allocation]] = []
+        self._finishes: list[Event] = []
+        self._growths: list[Event] = []
+        self._serial = count()
         self._is_blocked = False  # the head of the queue was tried, and nothing was freed since
 
     def run(self) -> Outcome:
@@ -161,7 +167,7 @@ class Simulation:
         """Let everyone grow who must before this step, preempting the latest if need be."""
         moved = self.manager.num_moved
         while self._growths and self._growths[0][0] <= self.step:
-            _, _, job, allocation = heapq.heappop(self._growths)
+            *_, job, allocation = heapq.heappop(self._growths)
             if job.allocation is not allocation:
                 continue  # it was preempted meanwhile
             while not self.manager.grow(allocation):
@@ -188,13 +194,13 @@ class Simulation:
                 break
             if not job.to_compute:  # came back from the host
                 continue
-            count = min(budget, job.to_compute)
+            chunk = min(budget, job.to_compute)
             start = job.request.prompt_len + job.stored - job.to_compute
-            load.tokens += count
-            load.attended += count * start + count * (count + 1) / 2
-            load.context += start + count
-            budget -= count
-            job.to_compute -= count
+            load.tokens += chunk
+            load.attended += chunk * start + chunk * (chunk + 1) / 2
+            load.context += start + chunk
+            budget -= chunk
+            job.to_compute -= chunk
             if not job.to_compute:
                 self._prefilling.popleft()
                 done.append(job)
@@ -210,7 +216,8 @@ class Simulation:
         request = job.request
         if self.num_seqs and self.num_seqs + request.num_samples > self.options.max_seqs:
             return None
-        allocation = self.manager.admit(request, job.stored)
+        # Who comes back from the host decodes in this very step, so it needs a slot for that.
+        allocation = self.manager.admit(request, job.stored + (job.swapped > 0))
         if allocation is None:
             self._is_blocked = True
             return None
@@ -256,7 +263,8 @@ class Simulation:
         first, growth = self.step_time.decode(self.num_decoding, self._context + self.num_decoding)
         if self._next < len(self.requests) and not self._is_blocked:
             room = self.requests[self._next].arrival - self.now - extra_s
-            k = max(1, min(k, int(room / (first + growth * (k - 1)))))
+            # So many begin before it comes, whichever of them are meant.
+            k = max(1, min(k, math.ceil(room / (first + growth * (k - 1)))))
         self._pass(extra_s + k * first + growth * k * (k - 1) / 2, k, 0)
         self._finish()
 
@@ -283,7 +291,7 @@ class Simulation:
         self._context += request.num_samples * (request.prompt_len + job.stored)
         # The last token's KV is never stored.
         end = step + request.output_len - 1 - job.stored
-        heapq.heappush(self._finishes, (end, job.index, job, allocation))
+        heapq.heappush(self._finishes, (end, job.index, next(self._serial), job, allocation))
         self._note_growth(job)
 
     def _note_growth(self, job: Job) -> None:
@@ -291,11 +299,11 @@ class Simulation:
         assert allocation is not None
         if allocation.limit < request.final_len - 1:
             due = job.begin + allocation.limit - request.prompt_len - job.stored
-            heapq.heappush(self._growths, (due, job.index, job, allocation))
+            heapq.heappush(self._growths, (due, job.index, next(self._serial), job, allocation))
 
     def _finish(self) -> None:
         while self._finishes and self._finishes[0][0] <= self.step:
-            _, _, job, allocation = heapq.heappop(self._finishes)
+            *_, job, allocation = heapq.heappop(self._finishes)
             if job.allocation is allocation:
                 self._stop(job)
                 self.recorder.on_finished(job.index, self.now)

@@ -127,6 +127,13 @@ def test_tool_support_is_what_the_template_shows(template: str | None, supported
     tokenizer = byte_level(template)
     assert tokenizer.template_supports_tools is supported
     assert tokenizer.has_chat_template is (template is not None)
+    assert tokenizer.chat_template == template
+
+
+def test_source_of_several_templates_is_the_one_for_tools() -> None:
+    tokenizer = byte_level(CHAT_TEMPLATE)
+    tokenizer._hf.chat_template = {"default": CHAT_TEMPLATE, "tool_use": TOOL_TEMPLATE}
+    assert tokenizer.chat_template == TOOL_TEMPLATE
 
 
 @pytest.mark.parametrize(

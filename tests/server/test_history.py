@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from server_fakes import PAIR, STOP, FakeEngine, FakeTokenizer, hermes
+from server_fakes import PAIR, START, STOP, FakeEngine, FakeTokenizer, hermes
 
 from radixkv.server.generation import Answer
 from radixkv.server.history import AnswerHistory, ChatPrompt, encode_chat
@@ -54,6 +54,15 @@ async def test_each_turn_hits_all_that_the_last_one_computed(
     seen = await converse(client, 5, **fields)
     assert [cached for cached, _ in seen] == [computed for _, computed in seen]
     assert PAIR not in engine.submitted[-1].prompt
+
+
+async def test_call_that_is_text_for_the_template_is_kept_as_it_was_written(
+    client: Any, engine: FakeEngine
+) -> None:
+    engine.script = [*b'Well.\n{"name":"f","arguments":{ } }', STOP]
+    fields = {"tools": [{"type": "function", "function": {"name": "f"}}], "max_tokens": 99}
+    seen = await converse(client, 3, **fields)
+    assert [cached for cached, _ in seen] == [computed for _, computed in seen]
 
 
 async def test_answer_ended_by_a_stop_string_is_kept_up_to_it(
@@ -160,7 +169,7 @@ class Prefixing(FakeTokenizer):
         return super().encode(f" {text}", **options)
 
     def decode(self, ids: Any, **options: Any) -> str:
-        return super().decode(ids, **options)[1:]
+        return super().decode(ids, **options).removeprefix(" ")
 
 
 async def test_tokenizer_that_can_not_encode_pieces_gets_the_whole(make_client: Any) -> None:
@@ -170,10 +179,19 @@ async def test_tokenizer_that_can_not_encode_pieces_gets_the_whole(make_client: 
     question = {"role": "user", "content": "q"}
     answer = (await ask(client, [question]))["choices"][0]["message"]
     await ask(client, [question, answer, question])
-    prompt = engine.submitted[-1].prompt
-    assert prompt == engine.tokenizer.encode(
-        engine.tokenizer.decode(prompt, skip_special_tokens=False)
-    )
+    shown = engine.tokenizer.decode(engine.submitted[-1].prompt, skip_special_tokens=False)
+    assert "assistant\nhi<|im_end|>\n<|im_start|>user" in shown
+
+
+async def test_answer_with_hidden_tokens_is_not_remembered(client: Any, engine: FakeEngine) -> None:
+    engine.script = [*b"a", START, *b"b", STOP]
+    question = {"role": "user", "content": "q"}
+    answer = (await ask(client, [question]))["choices"][0]["message"]
+    assert answer["content"] == "ab"
+    assert len(client.app[STATE].history) == 0
+    await ask(client, [question, answer, question])
+    shown = engine.tokenizer.decode(engine.submitted[-1].prompt, skip_special_tokens=False)
+    assert "assistant\nab<|im_end|>" in shown
 
 
 async def remembered(history: AnswerHistory, engine: FakeEngine, question: str) -> ChatPrompt:
@@ -190,11 +208,16 @@ async def test_history_is_bounded_and_drops_what_was_used_longest_ago() -> None:
     engine, history = FakeEngine(), AnswerHistory(max_tokens=4)
     assert (await remembered(history, engine, "1")).report.exact == 1
     assert (await remembered(history, engine, "2")).report.exact == 1
-    assert (await remembered(history, engine, "1")).report.exact == 1
+    prompts = PromptBuilder(engine)  # type: ignore[arg-type]
+
+    async def exact(question: str) -> int:
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": "ab"},
+        ]
+        return (await encode_chat(prompts, history, (), messages, None)).report.exact
+
+    assert await exact("1") == 1
     await remembered(history, engine, "3")
     assert (len(history), history.num_tokens) == (2, 4)
-    prompts = PromptBuilder(engine)  # type: ignore[arg-type]
-    answer = {"role": "assistant", "content": "ab"}
-    for question, exact in (("1", 1), ("2", 0), ("3", 1)):
-        messages = [{"role": "user", "content": question}, answer]
-        assert (await encode_chat(prompts, history, (), messages, None)).report.exact == exact
+    assert [await exact(question) for question in "123"] == [1, 0, 1]
