@@ -241,9 +241,9 @@ def _draw(lengths: Lengths, count: int, rng: np.random.Generator) -> npt.NDArray
 def _stop_probabilities(lengths: Lengths) -> tuple[float, float]:
     """Return the geometric parameters whose means after the cut are the ones asked for."""
     n = np.arange(1, lengths.maximum, dtype=np.float64)
-    wanted = np.array([lengths.prompt, lengths.output])
+    wanted = np.array([lengths.prompt, lengths.output], dtype=np.float64)
     means = wanted.copy()
-    for _ in range(30):
+    for _ in range(100):
         first, second = (np.power(1 - 1 / m, n - 1) / m for m in means)
         # What of the second fits beside the first: sums over the pairs with n1 + n2 <= maximum.
         mass = np.cumsum(second)[::-1]
