@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,7 +117,9 @@ class EvictionMemory:
         self.capacity = min(MEMORY_PER_BLOCK * num_blocks, MAX_MEMORY)
         self.cause = policy
         self._clock = clock
-        self._evicted: dict[bytes, tuple[float, str]] = {}  # oldest first
+        # Oldest first. In a plain dict the places of what was taken from its front stay, and each
+        # look for the oldest walks over them.
+        self._evicted: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._evicted)
@@ -149,9 +152,8 @@ class EvictionMemory:
             block_hash = hashes[offset : offset + HASH_BYTES]
             evicted.pop(block_hash, None)  # so that it becomes the youngest
             evicted[block_hash] = entry
-        if (excess := len(evicted) - self.capacity) > 0:
-            for block_hash in list(islice(evicted, excess)):
-                del evicted[block_hash]
+        while len(evicted) > self.capacity:
+            evicted.popitem(last=False)
 
     def on_cleared(self) -> None:
         """Nothing: each block was reported by itself."""
