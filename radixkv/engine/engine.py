@@ -278,21 +278,23 @@ class Engine:
         now = self._clock()
         outputs: list[Output] = []
         for branch, token in zip(branches, tokens, strict=True):
-            if branch.request.status is Status.FINISHED:
-                continue  # it failed with a sibling
-            try:
-                outputs += self._accept(branch, token, now)
-            except Exception as error:  # a tokenizer's failure is this request's alone
-                log.exception("request %s failed", branch.request.request_id)
-                outputs += self._fail(branch.request, error)
+            outputs += self._guarded(branch.request, self._accept, branch, token, now)
         outputs += self._verify(chunks, branches, rows, tokens, logits, now)
         for request, expansions in zip(searches, candidates, strict=True):
-            try:
-                outputs += self._advance(request, expansions, now)
-            except Exception as error:
-                log.exception("request %s failed", request.request_id)
-                outputs += self._fail(request, error)
+            outputs += self._guarded(request, self._advance, request, expansions, now)
         return outputs
+
+    def _guarded(
+        self, request: EngineRequest, act: Callable[..., list[Output]], *args: object
+    ) -> list[Output]:
+        """Do something for one request; what fails, a tokenizer say, is its failure alone."""
+        if request.status is Status.FINISHED:
+            return []  # it failed with a sibling
+        try:
+            return act(*args)
+        except Exception as error:
+            log.exception("request %s failed", request.request_id)
+            return self._fail(request, error)
 
     def _verify(
         self,
@@ -329,20 +331,20 @@ class Engine:
                     logits[[walk.row for walk in going]], [walk.branch for walk in going]
                 )
             for walk, token in zip(going, drawn, strict=True):
-                branch = walk.branch
-                branch.sequence.commit(len(branch.sequence))
-                branch.num_ever_computed = max(branch.num_ever_computed, len(branch.sequence))
                 walk.tokens.append(token.token_id)
-                try:
-                    outputs += self._accept(branch, token, now)
-                except Exception as error:
-                    log.exception("request %s failed", branch.request.request_id)
-                    outputs += self._fail(branch.request, error)
+                request = walk.branch.request
+                outputs += self._guarded(request, self._go_on, walk.branch, token, now)
         speculator = self.scheduler.speculator
         if speculator is not None:
             for walk in walks:
                 speculator.record_walk(walk.draft, walk.tokens)
         return outputs
+
+    def _go_on(self, branch: Branch, token: SampledToken, now: float) -> list[Output]:
+        """File the drafted token that a branch ends with, and accept the one drawn behind it."""
+        branch.sequence.commit(len(branch.sequence))
+        branch.num_ever_computed = max(branch.num_ever_computed, len(branch.sequence))
+        return self._accept(branch, token, now)
 
     def _judge_drafts(self, chunks: list[ScheduledChunk], load: StepLoad, seconds: float) -> None:
         """Tell the speculator what a step with drafts took."""
@@ -352,8 +354,8 @@ class Engine:
             return
         for chunk in drafted:
             load = load.minus(chunk.start + 1, chunk.num_rows - chunk.count)
-        num_decodes = sum(chunk.samples and chunk.count == 1 for chunk in chunks)
-        speculator.record_step(load, num_decodes, seconds)
+        # Not counted here: by now the sequences have grown past what their chunks computed.
+        speculator.record_step(load, self.scheduler.num_decodes, seconds)
 
     def _due(
         self, chunks: list[ScheduledChunk]

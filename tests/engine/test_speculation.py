@@ -178,6 +178,41 @@ def test_lines_beside_the_likeliest_are_accepted_and_moved_into_place() -> None:
     assert moves > 0
 
 
+def test_every_step_with_drafts_is_judged_by_the_decodes_it_had() -> None:
+    """Counted after the answers had grown, there seemed to be none, and nothing was judged."""
+    harness = make(8)
+    speculator = harness.scheduler.speculator
+    assert speculator is not None
+    judged: list[int] = []
+    speculator.record_step = lambda load, num, s: judged.append(num)  # type: ignore[method-assign]
+    for i in range(3):
+        harness.add(f"r{i}", prompt(i, 60), temperature=0.0, max_tokens=40)
+    harness.run()
+    assert judged
+    assert set(judged) <= {1, 2, 3}
+
+
+def test_branch_that_fails_in_the_middle_of_a_draft_takes_down_its_request_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sibling's walk went on over sequences that were freed, and ended everybody's step."""
+    harness = make(8)
+    harness.add("bad", prompt(1, 60), temperature=0.01, n=2, max_tokens=60)
+    harness.add("good", prompt(2, 60), temperature=0.0, max_tokens=60)
+    go_on = harness.engine._go_on
+
+    def fail(branch: Branch, *args: Any) -> Any:
+        if branch.request.request_id == "bad":
+            raise RuntimeError("injected")
+        return go_on(branch, *args)
+
+    monkeypatch.setattr(harness.engine, "_go_on", fail)
+    harness.run()
+    assert {a.last.finish_reason for a in harness.choices["bad"]} == {"error"}
+    assert harness.answers["good"].last.finish_reason == "length"
+    assert harness.cache.num_referenced_blocks == 0
+
+
 def repeating_branch() -> Branch:
     """Return a branch whose last tokens occurred before."""
     harness = make(8)
