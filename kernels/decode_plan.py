@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -83,6 +84,22 @@ class DecodeInputs:
     target: str
     fp8_bits: bool
     upcast: bool
+
+    def constants(self, config: DecodeConfig, softcap: float | None) -> dict[str, Any]:
+        """Return what the decode kernels are compiled for, by the names of their parameters."""
+        return {
+            "GROUP_SIZE": self.group_size,
+            "HEAD_DIM": self.head_dim,
+            "PAD_DIM": triton.next_power_of_2(self.head_dim),
+            "BLOCK_SIZE": self.block_size,
+            "TILE_M": config.tile_m,
+            "TILE_N": config.tile_n,
+            "SOFTCAP": softcap,
+            "FP8_BITS": self.fp8_bits,
+            "UPCAST": self.upcast,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
 
 
 def decode_config(

@@ -215,17 +215,7 @@ def launch_decode(
         *((0, 0) if part_lse is None else part_lse.stride()[:2]),
         scale,
         window,
-        GROUP_SIZE=inputs.group_size,
-        HEAD_DIM=inputs.head_dim,
-        PAD_DIM=triton.next_power_of_2(inputs.head_dim),
-        BLOCK_SIZE=inputs.block_size,
-        TILE_M=config.tile_m,
-        TILE_N=config.tile_n,
-        SOFTCAP=softcap,
-        FP8_BITS=inputs.fp8_bits,
-        UPCAST=inputs.upcast,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **inputs.constants(config, softcap),
     )
 
 

@@ -132,17 +132,7 @@ def prefix_decode(
         row_tiles,
         scale,
         window,
-        GROUP_SIZE=inputs.group_size,
-        HEAD_DIM=inputs.head_dim,
-        PAD_DIM=triton.next_power_of_2(inputs.head_dim),
-        BLOCK_SIZE=inputs.block_size,
-        TILE_M=config.tile_m,
-        TILE_N=config.tile_n,
-        SOFTCAP=softcap,
-        FP8_BITS=inputs.fp8_bits,
-        UPCAST=inputs.upcast,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **inputs.constants(config, softcap),
     )
     launch_decode(
         query, inputs, block_tables, seq_lens, groups.start_lens, k_scale, v_scale,
