@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fakes import Harness, cold, prompt_of
 
+from radixkv.engine.scheduler import SchedulingOptions
 from radixkv.errors import RequestRejectedError
 from radixkv.request import SamplingParams
 
@@ -128,6 +129,29 @@ def test_partial_match_survives_the_failure_of_its_step() -> None:
     # The copy went to a block that is free again, or it would hold what was never written.
     assert harness.cache.match_prefix(base).num_cached_tokens == 16
     assert harness.cache.num_tree_blocks == 4
+
+
+def test_branch_that_owes_a_copy_to_a_failed_step_ends_with_it() -> None:
+    """Opened at the step's beginning, it has no chunk in it: another prompt takes all the room."""
+    priority = SchedulingOptions(policy="priority")
+    harness = Harness(128, 4, max_num_batched_tokens=9, max_num_seqs=4, scheduling=priority)
+    branched = harness.add(
+        "b", prompt_of(14), n=2, priority=5, max_tokens=20, temperature=1.0, seed=3
+    )
+    while branched.timings.first_token is None or branched.live[0].num_output_tokens < 3:
+        harness.step()
+    harness.scheduler.preempt(branched)
+    harness.cache.reset()
+    harness.step()
+    harness.add("c", prompt_of(40, seed=1), priority=0, max_tokens=4, **GREEDY)
+    harness.step()
+    assert [b.sequence.is_open for b in branched.live] == [True, False]
+    harness.runner.fail_at = len(harness.runner.steps) + 1
+    failed = {o.request_id for o in harness.step()}
+    assert harness.runner.steps[-1].copies
+    assert harness.runner.steps[-1].attention.num_tokens == 9  # of the prompt alone
+    assert failed == {"b", "c"}
+    harness.run()
 
 
 class BrokenTokenizer:
