@@ -29,11 +29,11 @@ from radixkv.engine.runner import Runner, launch
 from radixkv.engine.sampler import Expansion, SampledToken, Sampler
 from radixkv.engine.scheduler import ScheduledChunk, Scheduler, SchedulingOptions
 from radixkv.engine.snapshot import snapshot
-from radixkv.engine.speculation import DraftWalk
 from radixkv.engine.stats import EngineStats
-from radixkv.engine.step_cost import StepLoad, load_of
+from radixkv.engine.step_cost import load_of
 from radixkv.engine.swap import SwapSpace
 from radixkv.engine.tiering import Tiering
+from radixkv.engine.verification import DraftVerifier
 from radixkv.errors import GrammarError, RequestRejectedError
 from radixkv.request import (
     FinishReason,
@@ -98,6 +98,9 @@ class Engine:
         self.explanations = self.scheduler.explanations
         self.kv_events: KVEventStream | None = None
         self.sampler = Sampler(self.eos_token_ids)
+        self._verifier: DraftVerifier | None = None
+        if (speculator := self.scheduler.speculator) is not None:
+            self._verifier = DraftVerifier(speculator, self.sampler, cache.block_size)
         self.grammars = grammars
         self._masks = MaskWorker()
         self.requests: dict[str, EngineRequest] = {}
@@ -234,7 +237,9 @@ class Engine:
         tokens = self._tokens_of(chunks, len(batch.token_ids))
         self.meter.record_step(self.last_step - begin, model_s, len(chunks), tokens)
         load = load_of(batch.attention, len(batch.logits_rows))
-        self._judge_drafts(chunks, load, self.last_step - begin)
+        if self._verifier is not None:
+            num_decodes = self.scheduler.num_decodes
+            self._verifier.judge(chunks, load, num_decodes, self.last_step - begin)
         self.scheduler.step_cost.record(load, self.last_step - begin)
         if self.tiers is not None:
             num_tokens = sum(chunk.count for chunk in chunks)
@@ -279,7 +284,17 @@ class Engine:
         outputs: list[Output] = []
         for branch, token in zip(branches, tokens, strict=True):
             outputs += self._guarded(branch.request, self._accept, branch, token, now)
-        outputs += self._verify(chunks, branches, rows, tokens, logits, now)
+        if self._verifier is not None:
+            drawn = list(zip(branches, rows, tokens, strict=True))
+            outputs += self._verifier.verify(
+                chunks,
+                drawn,
+                logits,
+                self.runner,
+                lambda branch, token: self._guarded(
+                    branch.request, self._go_on, branch, token, now
+                ),
+            )
         for request, expansions in zip(searches, candidates, strict=True):
             outputs += self._guarded(request, self._advance, request, expansions, now)
         return outputs
@@ -296,66 +311,11 @@ class Engine:
             log.exception("request %s failed", request.request_id)
             return self._fail(request, error)
 
-    def _verify(
-        self,
-        chunks: list[ScheduledChunk],
-        branches: list[Branch],
-        rows: list[int],
-        tokens: list[SampledToken],
-        logits: torch.Tensor,
-        now: float,
-    ) -> list[Output]:
-        """Go on from the tokens drawn along the drafts, as far as these were right.
-
-        Args:
-            chunks: of the step.
-            branches, rows, tokens: what was drawn for the last known tokens, from which rows.
-            logits: all rows, as the model gave them.
-        """
-        drafts = {c.branch: c.draft for c in chunks if c.draft is not None}
-        if not drafts:
-            return []
-        outputs: list[Output] = []
-        walks = [
-            DraftWalk(branch, drafts[branch], row, token.token_id)
-            for branch, row, token in zip(branches, rows, tokens, strict=True)
-            if branch in drafts
-        ]
-        going = walks
-        while going := [walk for walk in going if walk.advance()]:
-            moves = [move for walk in going for move in walk.take_moves(self.cache.block_size)]
-            if moves:
-                self.runner.move_slots(moves)
-            with torch.inference_mode():
-                drawn = self.sampler.sample(
-                    logits[[walk.row for walk in going]], [walk.branch for walk in going]
-                )
-            for walk, token in zip(going, drawn, strict=True):
-                walk.tokens.append(token.token_id)
-                request = walk.branch.request
-                outputs += self._guarded(request, self._go_on, walk.branch, token, now)
-        speculator = self.scheduler.speculator
-        if speculator is not None:
-            for walk in walks:
-                speculator.record_walk(walk.draft, walk.tokens)
-        return outputs
-
     def _go_on(self, branch: Branch, token: SampledToken, now: float) -> list[Output]:
         """File the drafted token that a branch ends with, and accept the one drawn behind it."""
         branch.sequence.commit(len(branch.sequence))
         branch.num_ever_computed = max(branch.num_ever_computed, len(branch.sequence))
         return self._accept(branch, token, now)
-
-    def _judge_drafts(self, chunks: list[ScheduledChunk], load: StepLoad, seconds: float) -> None:
-        """Tell the speculator what a step with drafts took."""
-        speculator = self.scheduler.speculator
-        drafted = [c for c in chunks if c.draft is not None]
-        if speculator is None or not drafted:
-            return
-        for chunk in drafted:
-            load = load.minus(chunk.start + 1, chunk.num_rows - chunk.count)
-        # Not counted here: by now the sequences have grown past what their chunks computed.
-        speculator.record_step(load, self.scheduler.num_decodes, seconds)
 
     def _due(
         self, chunks: list[ScheduledChunk]
