@@ -16,6 +16,7 @@ from radixkv.engine import grammar as grammar_module
 from radixkv.engine.grammar import MAX_RULES, GrammarState
 from radixkv.engine.grammar_compiler import GrammarCompiler, MaskWorker
 from radixkv.engine.grammar_vocabulary import build_vocabulary
+from radixkv.engine.scheduler import SchedulingOptions
 from radixkv.errors import RequestRejectedError
 from radixkv.request import MAX_GRAMMAR_BYTES, GrammarSpec
 
@@ -194,6 +195,30 @@ def test_answer_is_the_same_whatever_runs_beside_it(
         assert tight.answers[f"bound-{i}"].token_ids == answer.token_ids
         alone = harness.ask(prompt_of(12, 20 + i), **free)
         assert tight.answers[f"free-{i}"].token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.9, "n": 3}], ids=str)
+@pytest.mark.parametrize("pattern", ["(xyz){1,9}", "(xy[az]){12}"])
+def test_drafts_change_no_constrained_answer(
+    grammars: GrammarCompiler, pattern: str, params: dict[str, Any]
+) -> None:
+    """Each drafted token is drawn under the mask that the tokens before it lead to."""
+    prompt = [ord(char) for char in "xyzxyaxyz" * 3]
+    found = []
+    for num_tokens in (0, 6):
+        scheduling = SchedulingOptions(speculative_tokens=num_tokens)
+        harness = constrained(Harness(256, 4, eos_token_ids=ENDS, scheduling=scheduling), grammars)
+        speculator = harness.scheduler.speculator
+        if speculator is not None:
+            # The clock of a test says nothing of what pays.
+            speculator.record_step = lambda *args: None  # type: ignore[method-assign]
+            speculator._least_chances = lambda bs: [0.05] * len(bs)  # type: ignore[method-assign]
+        answers = harness.ask_all(prompt, seed=5, grammar=spec("regex", pattern), **params)
+        found.append([(a.token_ids, a.last.finish_reason) for a in answers])
+        assert all(re.fullmatch(pattern, a.text) for a in answers)
+    assert speculator is not None
+    assert speculator.num_accepted > 0
+    assert found[0] == found[1]
 
 
 def test_cut_off_answer_is_the_beginning_of_one(harness: Harness) -> None:
