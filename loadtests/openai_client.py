@@ -9,7 +9,9 @@ from typing import Any
 
 import aiohttp
 
-__all__ = ["Sample", "stream_chat"]
+__all__ = ["CHAT", "Sample", "finish_sample", "read_event", "stream_chat"]
+
+CHAT = "/v1/chat/completions"
 
 
 @dataclass(slots=True)
@@ -61,42 +63,55 @@ class Sample:
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
-async def stream_chat(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Sample:
-    """Send a chat completion with `stream` and read it to its end; failures are in `error`.
+async def stream_chat(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], route: str = CHAT
+) -> Sample:
+    """Send a request with `stream` and read the answer to its end; failures are in `error`.
 
     Args:
+        session: of the connections.
+        url: of the server.
         body: `stream_options` are asked for as far as it doesn't set them.
+        route: of chat completions, or of completions.
     """
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"stream_options": options, **body, "stream": True}
     sample = Sample()
     begin = time.perf_counter()
     try:
-        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+        async with session.post(f"{url}{route}", json=body) as response:
             if response.status != 200:
                 sample.error = f"{response.status}: {(await response.text())[:300]}"
                 return sample
             async for line in response.content:
                 now = time.perf_counter() - begin
                 if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                    _read_event(sample, json.loads(line[6:]), now)
+                    read_event(sample, json.loads(line[6:]), now)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         sample.error = f"{type(error).__name__}: {error}"
     sample.latency = time.perf_counter() - begin
+    finish_sample(sample)
+    return sample
+
+
+def finish_sample(sample: Sample) -> None:
+    """Note in a sample whose stream has ended what was wrong with it as a whole."""
     if sample.error is None and sample.finish_reason is None:
         sample.error = "the stream ended early"
     if sample.streamed and sample.error is None and sample.streamed[-1] != sample.completion_tokens:
         sample.error = f"{sample.streamed[-1]} tokens came, {sample.completion_tokens} are counted"
-    return sample
 
 
-def _read_event(sample: Sample, event: dict[str, Any], now: float) -> None:
+def read_event(sample: Sample, event: dict[str, Any], now: float) -> None:
+    """Add what one event of a stream tells, `now` seconds after the request was sent."""
     if "error" in event:
         sample.error = str(event["error"])
         return
     usage, has_tokens = event.get("usage"), False
     choices = event.get("choices") or ()
-    text = choices[0]["delta"].get("content") if choices else None
+    # Completions have their text beside the index, chats in a delta.
+    delta = (choices[0].get("delta") or choices[0]) if choices else {}
+    text = delta.get("content") or delta.get("text")
     if choices:
         sample.finish_reason = choices[0].get("finish_reason") or sample.finish_reason
         sample.text += text or ""

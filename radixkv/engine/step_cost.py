@@ -23,6 +23,7 @@ HALF_LIFE = 4096.0  # steps after which a sample counts half
 HIGH = 0.97  # the quantile that `predict_high` aims at, so that 0.95 is met with a margin
 HIGH_GAIN = 0.05
 MAX_HIGH = 3.0  # times the prediction
+MEAN_GAIN = 1 / 256  # weight of a step in the mean of actual over predicted
 MAX_GROWTH = 2  # a chunk makes a step no longer than this many times the longest one seen
 
 
@@ -68,6 +69,7 @@ class StepCost:
         self._next_in_bucket = [0] * MAX_BUCKETS
         self._coefficients: npt.NDArray[np.float64] | None = None
         self._high = 1.0
+        self._actual_s = self._predicted_s = 0.0  # decaying sums
         self._longest = 0
         self._since_fit = 0
         self.num_recorded = 0
@@ -80,6 +82,11 @@ class StepCost:
         a, b, c, d = self._coefficients.tolist()
         return a, b, c, d
 
+    @property
+    def mean_ratio(self) -> float:
+        """Time that late steps took over what was predicted: outliers move it, but not the fit."""
+        return self._actual_s / self._predicted_s if self._predicted_s else 1.0
+
     def record(self, load: StepLoad, seconds: float) -> None:
         """Learn from a step. Cost: O(1), and a fit of a few hundred rows now and then."""
         if load.tokens < 1 or not seconds > 0:
@@ -90,6 +97,8 @@ class StepCost:
             above = seconds > predicted * self._high
             self._high += HIGH_GAIN * (HIGH - 1.0 + above)
             self._high = min(max(self._high, 1.0), MAX_HIGH)
+            self._actual_s += MEAN_GAIN * (seconds - self._actual_s)
+            self._predicted_s += MEAN_GAIN * (predicted - self._predicted_s)
         row = self._row(load)
         self._loads[row] = 1.0, load.tokens, load.attended, load.samples
         self._seconds[row] = seconds

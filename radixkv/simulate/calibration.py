@@ -25,12 +25,16 @@ class Calibration:
         block_size: tokens.
         kv_bytes: of all its blocks.
         bytes_per_token: of KV.
+        max_batch_tokens: tokens that its steps compute at most; None if it doesn't tell.
+        max_seqs: answers that it runs at once at most; None as above.
     """
 
     step_time: MeasuredStepTime
     block_size: int
     kv_bytes: int
     bytes_per_token: int
+    max_batch_tokens: int | None = None
+    max_seqs: int | None = None
 
 
 def calibrate(url: str, api_key: str | None = None) -> Calibration:
@@ -66,9 +70,19 @@ def parse_report(report: Any, url: str) -> Calibration:
         bytes_per_token = int(report["bytes_per_block"]) // block_size
         if cost is not None:
             names = ("step", "token", "attended_pair", "sample")
-            step_time = MeasuredStepTime(*(float(cost[name]) for name in names))
-            return Calibration(step_time, block_size, kv_bytes, bytes_per_token)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            # The coefficients are those of usual steps; what rare long ones add is in the ratio.
+            ratio = float(report["scheduling"].get("step_cost_mean_ratio", 1.0))
+            step_time = MeasuredStepTime(*(ratio * float(cost[name]) for name in names))
+            limits = report["scheduling"].get("limits", {})
+            return Calibration(
+                step_time,
+                block_size,
+                kv_bytes,
+                bytes_per_token,
+                limits.get("max_num_batched_tokens"),
+                limits.get("max_num_seqs"),
+            )
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
         raise ConfigError(f"--calibrate: {url} is not a RadixKV server's report") from None
     raise ConfigError(
         f"--calibrate: {url} has not run enough steps yet; send it some traffic first"

@@ -74,9 +74,21 @@ def simulate(
         int | None, typer.Option(min=1, max=8, help="Bytes of a number of K or V: 1 for int8.")
     ] = None,
     batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that a step computes at most.")
-    ] = 8192,
-    max_seqs: Annotated[int, typer.Option(min=1, help="Answers at once at most.")] = 256,
+        int | None,
+        typer.Option(
+            min=1, help="Tokens that a step computes at most. Default: 8192, or --calibrate's."
+        ),
+    ] = None,
+    max_seqs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Answers at once at most. Default: 256, or --calibrate's."),
+    ] = None,
+    sessions: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Sessions of the trace that clients have open at once. Default: all."
+        ),
+    ] = None,
     swap: Annotated[
         bool, typer.Option(help="Swap preempted requests to the host instead of recomputing them.")
     ] = False,

@@ -75,6 +75,7 @@ class Recorder:
         self.requests = requests
         self.total = total
         self.cached = np.full(len(requests), -1, dtype=np.int64)
+        self.arrival = np.full(len(requests), np.nan)
         self.first_token = np.full(len(requests), np.nan)
         self.finish = np.full(len(requests), np.nan)
         self.num_rejected = 0
@@ -87,6 +88,10 @@ class Recorder:
         self._batch = 0.0
         self._series: list[tuple[float, Usage, int, int]] = []
         self._resolution = 0.0
+
+    def on_arrived(self, index: int, arrival: float) -> None:
+        """Note when a request came."""
+        self.arrival[index] = arrival
 
     def on_time(
         self, now: float, seconds: float, usage: Usage, running: int, waiting: int, is_full: bool
@@ -135,16 +140,15 @@ class Recorder:
 
     def outcome(self, manager: str) -> Outcome:
         """Return the figures."""
-        arrivals = np.array([request.arrival for request in self.requests])
         prompts = np.array([request.prompt_len for request in self.requests])
         outputs = np.array([request.output_len for request in self.requests])
         admitted = self.cached >= 0
         done = ~np.isnan(self.finish)
-        seconds = max(self.now - float(arrivals[0]), 1e-9)
+        seconds = max(self.now - float(np.nanmin(self.arrival)), 1e-9)
         asked = int(prompts[admitted].sum())
         found = int(np.minimum(self.cached, prompts)[admitted].sum())
-        ttft = (self.first_token - arrivals)[done]
-        latency = ((self.finish - arrivals) / outputs)[done]
+        ttft = (self.first_token - self.arrival)[done]
+        latency = ((self.finish - self.arrival) / outputs)[done]
         return Outcome(
             manager=manager,
             total=self.total,

@@ -69,6 +69,7 @@ def make_plan(options: Mapping[str, Any]) -> Plan:
         raise ConfigError(f"--policy must be one of {names}, got {options['policy']!r}")
     measured = None
     block_size = options["block_size"]
+    limits = SchedulerOptions()
     left = USABLE * gpu.memory * options["gpus"] - model.weight_bytes
     if options["calibrate"] is not None:
         server = calibrate(options["calibrate"], options["api_key"])
@@ -78,6 +79,9 @@ def make_plan(options: Mapping[str, Any]) -> Plan:
                 f"of --model {model.name} {model.kv_bytes}; they must be the same model"
             )
         measured, left = server.step_time, float(server.kv_bytes)
+        limits = SchedulerOptions(
+            server.max_batch_tokens or limits.max_batch_tokens, server.max_seqs or limits.max_seqs
+        )
         block_size = block_size or server.block_size
     traffic, longest, unit = _traffic(options)
     # What a trace doesn't say is not worth the time to simulate, unless it is asked for.
@@ -93,13 +97,14 @@ def make_plan(options: Mapping[str, Any]) -> Plan:
         page_bytes=size_of("--page", options["page"]),
         policy=options["policy"],
         scheduler=SchedulerOptions(
-            max_batch_tokens=options["batch_tokens"],
-            max_seqs=options["max_seqs"],
+            max_batch_tokens=options["batch_tokens"] or limits.max_batch_tokens,
+            max_seqs=options["max_seqs"] or limits.max_seqs,
             swap=options["swap"],
+            max_sessions=options["sessions"],
         ),
         measured=measured,
     )
-    if options["samples"] > options["max_seqs"]:
+    if options["samples"] > base.scheduler.max_seqs:
         raise ConfigError(f"--samples must be at most --max-seqs, got {options['samples']}")
     scenarios = [
         replace(base, kv_memory=memory, rate=rate, manager=manager)

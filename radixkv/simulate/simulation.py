@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from radixkv.simulate.arrivals import Arrivals
 from radixkv.simulate.managers import Allocation, MemoryManager
 from radixkv.simulate.managers.radix import RadixTreeBlocks
 from radixkv.simulate.outcome import Outcome, Recorder
@@ -26,11 +27,13 @@ class SchedulerOptions:
         max_batch_tokens: tokens a step computes at most; longer prompts go in chunks.
         max_seqs: answers that run at once at most.
         swap: move the KV of a preempted request to the host instead of computing it again.
+        max_sessions: sessions that clients have open at once; None is all.
     """
 
     max_batch_tokens: int = 8192
     max_seqs: int = 256
     swap: bool = False
+    max_sessions: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +121,7 @@ class Simulation:
         self.waiting: deque[Job] = deque()
         self.jobs: dict[Job, None] = {}
         self.recorder = Recorder(requests, manager.total)
-        self._next = 0
+        self._arrivals = Arrivals(requests, self.options.max_sessions)
         self._context = 0  # tokens that those who decode attend to
         self._prefilling: deque[Job] = deque()
         self._finishes: list[Event] = []
@@ -139,7 +142,7 @@ class Simulation:
                 self._run_decodes(load.extra_s)
             elif self._is_blocked:
                 # Nothing runs, so it will never fit.
-                self.recorder.on_rejected(self.waiting.popleft().index)
+                self._reject(self.waiting.popleft())
                 self._is_blocked = False
             if self.observer is not None:
                 self.observer(self)
@@ -149,16 +152,16 @@ class Simulation:
 
     def _arrive(self) -> bool:
         """Queue what has arrived; if there is nothing to do, wait. Return False at the end."""
-        requests = self.requests
+        arrivals = self._arrivals
         if not self.jobs and not self.waiting:
-            if self._next == len(requests):
+            if not arrivals.num_left:
                 return False
-            idle = requests[self._next].arrival - self.now
+            idle = arrivals.next - self.now
             if idle > 0:
                 self._pass(idle, 0, 0)
-        while self._next < len(requests) and requests[self._next].arrival <= self.now:
-            self.waiting.append(Job(self._next, requests[self._next]))
-            self._next += 1
+        for arrival, index in arrivals.pop(self.now):
+            self.recorder.on_arrived(index, arrival)
+            self.waiting.append(Job(index, self.requests[index]))
         if isinstance(self.manager, RadixTreeBlocks):
             self.manager.now = self.now
         return True
@@ -174,7 +177,7 @@ class Simulation:
                 victim = next(reversed(self.jobs))
                 if victim is job and len(self.jobs) == 1:
                     self._stop(job)
-                    self.recorder.on_rejected(job.index)
+                    self._reject(job)
                     break
                 load.extra_s += self._preempt(victim)
                 if victim is job:
@@ -261,8 +264,8 @@ class Simulation:
             k = min(k, self._growths[0][0] - self.step)
         k = max(k, 1)
         first, growth = self.step_time.decode(self.num_decoding, self._context + self.num_decoding)
-        if self._next < len(self.requests) and not self._is_blocked:
-            room = self.requests[self._next].arrival - self.now - extra_s
+        if math.isfinite(self._arrivals.next) and not self._is_blocked:
+            room = self._arrivals.next - self.now - extra_s
             # So many begin before it comes, whichever of them are meant.
             k = max(1, min(k, math.ceil(room / (first + growth * (k - 1)))))
         self._pass(extra_s + k * first + growth * k * (k - 1) / 2, k, 0)
@@ -305,8 +308,13 @@ class Simulation:
         while self._finishes and self._finishes[0][0] <= self.step:
             *_, job, allocation = heapq.heappop(self._finishes)
             if job.allocation is allocation:
-                self._stop(job)
+                self._stop(job, has_ended=True)
                 self.recorder.on_finished(job.index, self.now)
+                self._arrivals.end(job.index, self.now)
+
+    def _reject(self, job: Job) -> None:
+        self.recorder.on_rejected(job.index)
+        self._arrivals.end(job.index, self.now)
 
     def _preempt(self, job: Job) -> float:
         """Take a job's memory away and put it before all that wait; return the seconds it takes."""
@@ -320,7 +328,7 @@ class Simulation:
         self.recorder.on_preempted()
         return seconds
 
-    def _stop(self, job: Job) -> None:
+    def _stop(self, job: Job, *, has_ended: bool = False) -> None:
         """Take back what a job holds, and note in it how far it got."""
         n = job.request.num_samples
         self.generated -= n * job.stored
@@ -336,6 +344,6 @@ class Simulation:
         self.num_seqs -= n
         del self.jobs[job]
         assert job.allocation is not None
-        self.manager.release(job.allocation)
+        self.manager.release(job.allocation, job.stored if has_ended else 0)
         job.allocation = None
         self._is_blocked = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,11 +34,12 @@ class Request:
     """One request.
 
     Attributes:
-        arrival: seconds.
+        arrival: seconds since the beginning or, with `after`, since that request has ended.
         prompt_len, output_len: tokens; of each sample, if there are several.
         keys: `[prompt_len // unit]` int32: what the whole units of the prompt hold, each with all
             before it. Equal keys are equal prefixes.
         num_samples: answers drawn in parallel from the one prompt.
+        after: index of the session's turn before this one, in the list of all requests.
     """
 
     arrival: float
@@ -45,6 +47,7 @@ class Request:
     output_len: int
     keys: npt.NDArray[np.int32]
     num_samples: int = 1
+    after: int | None = None
 
     @property
     def final_len(self) -> int:
@@ -77,8 +80,10 @@ lengths for its translation task (WMT16 English to German); 40 tokens each way i
 def load_trace(path: Path, unit: int = 512, limit: int | None = None) -> list[Request]:
     """Read a trace in Mooncake's form, one JSON object a line.
 
-    Fields: `timestamp` (ms), `input_length`, `output_length`, and `hash_ids`, one for every `unit`
-    tokens of the prompt, each naming its block with all before it.
+    Fields: `timestamp` (ms; default 0), `input_length`, `output_length`, and `hash_ids`, one for
+    every `unit` tokens of the prompt, each naming its block with all before it. Rows with the same
+    `session_id` are turns of a session: one with a `delay` (ms) comes so long after the one before
+    it has ended.
 
     Args:
         path: the file.
@@ -88,24 +93,21 @@ def load_trace(path: Path, unit: int = 512, limit: int | None = None) -> list[Re
     Raises:
         ConfigError: the file can't be read, or a line isn't of that form.
     """
-    requests: list[Request] = []
-    names: dict[Any, int] = {}
+    reader = _TraceReader(unit)
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                if limit is not None and len(requests) == limit:
+                if limit is not None and len(reader.requests) == limit:
                     break
                 if line.strip():
-                    requests.append(_parse(line, unit, names, f"{path}:{number}"))
+                    reader.read(line, f"{path}:{number}")
     except OSError as error:
         raise ConfigError(f"trace {path} can't be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"trace {path} is not text") from None
-    if not requests:
+    if not reader.requests:
         raise ConfigError(f"trace {path} has no requests")
-    requests.sort(key=lambda request: request.arrival)
-    first = requests[0].arrival
-    return [replace(request, arrival=request.arrival - first) for request in requests]
+    return _in_order(reader.requests)
 
 
 class Traffic(ABC):
@@ -185,7 +187,13 @@ class Synthetic(Traffic):
 
 
 def at_rate(requests: Sequence[Request], rate: float) -> list[Request]:
-    """Stretch or squeeze the arrivals to a mean rate, requests a second."""
+    """Stretch or squeeze the arrivals to a mean rate, requests a second.
+
+    Raises:
+        ConfigError: some come after others, at whatever rate these end.
+    """
+    if any(request.after is not None for request in requests):
+        raise ConfigError("--rate is for requests with arrivals; the trace has sessions")
     span = requests[-1].arrival or 1.0
     factor = len(requests) / span / rate
     return [replace(request, arrival=request.arrival * factor) for request in requests]
@@ -207,21 +215,61 @@ def refine(requests: Sequence[Request], unit: int, block_size: int) -> list[Requ
     return [replace(r, keys=(r.keys[:, None] * parts + offsets).reshape(-1)) for r in requests]
 
 
-def _parse(line: str, unit: int, names: dict[Any, int], where: str) -> Request:
-    try:
-        row = json.loads(line)
-        arrival = float(row["timestamp"]) / 1000
-        prompt, output = int(row["input_length"]), int(row["output_length"])
-        # Ids may be hashes of any width, or text.
-        ids = [names.setdefault(name, len(names)) for name in row["hash_ids"]]
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise ConfigError(f"{where}: not a request of a Mooncake trace ({error!r})") from None
-    if prompt < 1 or output < 0 or len(ids) < prompt // unit:
-        raise ConfigError(
-            f"{where}: {prompt} tokens of input need at least {prompt // unit} ids of {unit} "
-            f"tokens, got {len(ids)} (and {output} tokens of output)"
-        )
-    return Request(arrival, prompt, max(output, 1), np.array(ids[: prompt // unit], np.int32))
+def _in_order(requests: Sequence[Request]) -> list[Request]:
+    """Sort by arrival, from 0 on; a session's turns are sorted in with its first one."""
+    starts = [0.0] * len(requests)
+    for row, request in enumerate(requests):
+        starts[row] = request.arrival if request.after is None else starts[request.after]
+    rows = sorted(range(len(requests)), key=lambda row: starts[row])
+    index = {row: place for place, row in enumerate(rows)}
+    first = starts[rows[0]]
+    ordered = []
+    for row in rows:
+        request = requests[row]
+        if request.after is None:
+            ordered.append(replace(request, arrival=request.arrival - first))
+        else:
+            ordered.append(replace(request, after=index[request.after]))
+    return ordered
+
+
+class _TraceReader:
+    """Owns what the lines of a trace have in common: names of blocks, and sessions."""
+
+    def __init__(self, unit: int) -> None:
+        self.requests: list[Request] = []
+        self._unit = unit
+        self._names: dict[Any, int] = {}
+        self._last: dict[Any, int] = {}  # row of each session's last turn
+
+    def read(self, line: str, where: str) -> None:
+        """Add a line's request.
+
+        Raises:
+            ConfigError: it isn't one.
+        """
+        names, unit = self._names, self._unit
+        try:
+            row = json.loads(line)
+            session, delay = row.get("session_id"), row.get("delay")
+            after = None if delay is None else self._last.get(session)
+            arrival = float(row.get("timestamp", 0) if after is None else delay) / 1000
+            prompt, output = int(row["input_length"]), int(row["output_length"])
+            # Ids may be hashes of any width, or text.
+            ids = [names.setdefault(name, len(names)) for name in row["hash_ids"]]
+            if session is not None:
+                self._last[session] = len(self.requests)
+        except (ValueError, TypeError, KeyError, OverflowError, AttributeError) as error:
+            raise ConfigError(f"{where}: not a request of a Mooncake trace ({error!r})") from None
+        if prompt < 1 or output < 0 or len(ids) < prompt // unit:
+            raise ConfigError(
+                f"{where}: {prompt} tokens of input need at least {prompt // unit} ids of {unit} "
+                f"tokens, got {len(ids)} (and {output} tokens of output)"
+            )
+        if not math.isfinite(arrival):
+            raise ConfigError(f"{where}: a time must be a number, got {arrival}")
+        keys = np.array(ids[: prompt // unit], np.int32)
+        self.requests.append(Request(arrival, prompt, max(output, 1), keys, after=after))
 
 
 def _draw(lengths: Lengths, count: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:

@@ -80,6 +80,13 @@ def test_predictions_hold_with_noise_and_pauses() -> None:
         assert cost.predict(load) == pytest.approx(true_seconds(load), rel=0.15)
 
 
+def test_mean_ratio_tells_what_pauses_add_to_usual_steps() -> None:
+    assert StepCost().mean_ratio == 1.0
+    assert learned(Machine()).mean_ratio == pytest.approx(1.0, rel=0.02)
+    # A step in twenty takes ten times as long: 1.45 times the usual in the mean.
+    assert learned(Machine(pauses=0.05), 2000).mean_ratio == pytest.approx(1.45, rel=0.2)
+
+
 def test_thousands_of_decodes_dont_push_out_the_prefills() -> None:
     cost = learned(Machine(noise=0.05))
     for _ in range(5000):

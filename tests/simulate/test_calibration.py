@@ -79,3 +79,20 @@ def test_what_is_no_url_or_cannot_be_reached_is_refused() -> None:
         calibrate("localhost:8000")
     with pytest.raises(ConfigError, match="can't be read"):
         calibrate("http://127.0.0.1:1")
+
+
+def test_calibrate_takes_the_limits_of_a_step_where_they_are_told(server: Any) -> None:
+    assert calibrate(server.url).max_batch_tokens is None
+    limits = {"max_num_batched_tokens": 256, "max_num_seqs": 64}
+    scheduling = {**REPORT["scheduling"], "limits": limits}
+    server.body = json.dumps({**REPORT, "scheduling": scheduling}).encode()
+    result = calibrate(server.url)
+    assert (result.max_batch_tokens, result.max_seqs) == (256, 64)
+
+
+def test_calibrate_takes_the_mean_of_steps_where_it_is_told(server: Any) -> None:
+    usual = calibrate(server.url).step_time.seconds(10, 100, 0, 2)
+    scheduling = {**REPORT["scheduling"], "step_cost_mean_ratio": 1.5}
+    server.body = json.dumps({**REPORT, "scheduling": scheduling}).encode()
+    mean = calibrate(server.url).step_time.seconds(10, 100, 0, 2)
+    assert mean == pytest.approx(1.5 * usual)

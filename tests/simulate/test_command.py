@@ -94,6 +94,27 @@ def test_hits_only_reports_the_hit_rate_of_the_cache_alone(trace: str, tmp_path:
     assert row["hit_rate"] == pytest.approx((24 - 1 - 3) / 24)
 
 
+def test_sessions_limits_how_many_clients_have_open_at_once(tmp_path: Path) -> None:
+    rows = []
+    for n in range(6):
+        first = {"input_length": 600, "output_length": 20, "hash_ids": [n], "session_id": n}
+        rows += [first, {**first, "input_length": 700, "delay": 1000}]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seconds = []
+    for sessions in ("1", "6"):
+        path = tmp_path / f"{sessions}.json"
+        words = ("--manager", "radix", "--memory", "1GiB", "--sessions", sessions)
+        result = invoke("simulate", str(trace), *words, "--json", str(path), "--processes", "1")
+        assert result.exit_code == 0, result.output
+        (run,) = json.loads(path.read_text())["runs"]
+        assert run["finished"] == 12
+        assert run["hit_rate"] == pytest.approx(512 / 1300)
+        seconds.append(run["seconds"])
+    # Each session pauses for a second.
+    assert seconds[0] > 6.0 > 2.0 > seconds[1] > 1.0
+
+
 def test_plots_are_written(trace: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "plots"

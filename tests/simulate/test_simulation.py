@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from sim_helpers import BLOCK, PlainTime, manager, random_requests, request
 from stepwise import stepwise
@@ -157,3 +160,25 @@ def test_a_run_repeats_to_the_bit() -> None:
         Simulation(random_requests(5), manager("radix", 100), PlainTime()).run() for _ in range(2)
     ]
     assert outcomes[0] == outcomes[1]
+
+
+def test_prompts_that_begin_alike_compute_what_they_share_once() -> None:
+    keys = np.arange(8, dtype=np.int32)
+    requests = [replace(request(0.0, 33 + n, 2), keys=keys) for n in range(3)]
+    options = SchedulerOptions(max_batch_tokens=16)
+    radix = Simulation(requests, manager("radix", 256), PlainTime(read=0.0), options)
+    radix.run()
+    # The first takes 16, 16 and 1 tokens; the others have a few of their own left.
+    assert radix.recorder.cached.tolist() == [0, 32, 32]
+    assert radix.recorder.prompt_tokens == 33 + 2 + 3
+    assert radix.recorder.first_token.tolist() == pytest.approx([3.0, 3.0, 3.0])
+
+
+@pytest.mark.parametrize(("output", "expected"), [(2, 8), (41, 0)])
+def test_answers_take_their_place_among_what_is_cached(output: int, expected: int) -> None:
+    requests = [request(0.0, 8, 2, [1, 2]), request(10.0, 8, output, [3, 4])]
+    requests += [request(100.0, 32, 2, list(range(10, 18))), request(200.0, 8, 2, [1, 2])]
+    simulation = Simulation(requests, manager("radix", 16 * BLOCK), PlainTime(read=0.0))
+    simulation.run()
+    # With the ten blocks of the second answer there is no room left for the first prompt.
+    assert simulation.recorder.cached.tolist() == [0, 0, 0, expected]

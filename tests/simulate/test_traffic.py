@@ -145,3 +145,39 @@ def test_at_rate_stretches_the_arrivals(tmp_path: Path) -> None:
     stretched = at_rate(load_trace(path), 0.5)
     assert stretched[-1].arrival == pytest.approx(22.0)
     assert stretched[5].arrival == pytest.approx(11.0)
+
+
+def test_turns_of_a_session_follow_the_one_before_them(tmp_path: Path) -> None:
+    rows = [
+        {**row(5000, 10, []), "session_id": "b"},
+        {**row(3000, 10, []), "session_id": "a"},
+        {**row(0, 11, []), "session_id": "a", "delay": 500},
+        row(4000, 12, []),
+        {**row(0, 13, []), "session_id": "a", "delay": 0},
+        {**row(9000, 14, []), "session_id": "b"},
+    ]
+    requests = load_trace(write(tmp_path / "trace", rows))
+    assert [(r.arrival, r.prompt_len, r.after) for r in requests] == [
+        (0.0, 10, None),
+        (0.5, 11, 0),
+        (0.0, 13, 1),
+        (1.0, 12, None),
+        (2.0, 10, None),
+        # Without a delay, a turn has a time of its own.
+        (6.0, 14, None),
+    ]
+
+
+def test_a_rate_is_refused_where_turns_follow_each_other(tmp_path: Path) -> None:
+    rows = [{**row(0, 10, []), "session_id": 1, **more} for more in ({}, {"delay": 1})]
+    requests = load_trace(write(tmp_path / "trace", rows))
+    with pytest.raises(ConfigError, match="the trace has sessions"):
+        at_rate(requests, 1.0)
+
+
+@pytest.mark.parametrize("time", ["NaN", "Infinity"])
+def test_a_time_that_is_no_number_is_refused(tmp_path: Path, time: str) -> None:
+    path = tmp_path / "trace"
+    path.write_text(json.dumps(row(0, 10, [])).replace('"timestamp": 0', f'"timestamp": {time}'))
+    with pytest.raises(ConfigError, match="a time must be a number"):
+        load_trace(path)

@@ -111,11 +111,17 @@ class MemoryManager(ABC):
     def computed(self, allocation: Allocation) -> None:  # noqa: B027 - most have nothing to do
         """Note that the KV of the whole prompt is there; others may find it from now on."""
 
-    def release(self, allocation: Allocation) -> None:
-        """Take everything back."""
+    def release(self, allocation: Allocation, generated: int = 0) -> None:
+        """Take everything back.
+
+        Args:
+            allocation: whose.
+            generated: tokens that each sample had stored, of one that has ended; what reuses
+                keeps them.
+        """
         self.num_held -= 1
         self._count(allocation, -1)
-        self._free(allocation)
+        self._free(allocation, generated)
 
     def seal(self) -> None:  # noqa: B027 - most have nothing to do
         """Note that a step begins with what has been admitted."""
@@ -145,7 +151,7 @@ class MemoryManager(ABC):
     def _extend(self, allocation: Allocation) -> bool: ...
 
     @abstractmethod
-    def _free(self, allocation: Allocation) -> None: ...
+    def _free(self, allocation: Allocation, generated: int) -> None: ...
 
     def _count(self, allocation: Allocation, sign: int) -> None:
         self.slots += sign * allocation.slots

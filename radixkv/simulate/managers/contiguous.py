@@ -81,7 +81,7 @@ class ContiguousGrowth(MemoryManager):
             else:
                 self.extents.release(new_start, new_length)
 
-    def _free(self, allocation: Allocation) -> None:
+    def _free(self, allocation: Allocation, generated: int) -> None:
         for region in self._regions.pop(allocation):
             self.extents.release(*region)
 

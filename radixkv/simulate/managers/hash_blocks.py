@@ -79,7 +79,7 @@ class HashBlocks(PagedBlocks):
         self._resize(allocation, allocation.limit + self.block_size)
         return True
 
-    def _free(self, allocation: Allocation) -> None:
+    def _free(self, allocation: Allocation, generated: int) -> None:
         self.num_free += round(allocation.slots) // self.block_size
         for key in reversed(self._held.pop(allocation)):
             self._users[key] -= 1

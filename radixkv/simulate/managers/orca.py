@@ -58,7 +58,7 @@ class Orca(MemoryManager):
     def _extend(self, allocation: Allocation) -> bool:
         return False
 
-    def _free(self, allocation: Allocation) -> None:
+    def _free(self, allocation: Allocation, generated: int) -> None:
         for region in self._regions.pop(allocation):
             self.buddy.release(*region)
 

@@ -47,7 +47,7 @@ class PagedBlocks(MemoryManager):
         self._resize(allocation, allocation.limit + self.block_size)
         return True
 
-    def _free(self, allocation: Allocation) -> None:
+    def _free(self, allocation: Allocation, generated: int) -> None:
         self.num_free += round(allocation.slots) // self.block_size
 
     def _resize(self, allocation: Allocation, limit: int) -> None:
@@ -100,7 +100,7 @@ class VirtualPages(MemoryManager):
         self._resize(allocation, pages)
         return True
 
-    def _free(self, allocation: Allocation) -> None:
+    def _free(self, allocation: Allocation, generated: int) -> None:
         self.num_free += allocation.request.num_samples * self._pages.pop(allocation)
 
     def _resize(self, allocation: Allocation, pages: int) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from itertools import count, islice
 
 from radixkv.cache import RadixCache, Sequence
 from radixkv.errors import OutOfBlocksError
-from radixkv.simulate.managers.base import WATERMARK, Allocation, MemoryManager
+from radixkv.simulate.managers.base import Allocation, MemoryManager
 from radixkv.simulate.traffic import Request
 
 __all__ = ["RadixTreeBlocks"]
@@ -16,8 +16,9 @@ class RadixTreeBlocks(MemoryManager):
     """Runs `RadixCache` with one key per block.
 
     A key stands for a block's tokens and all before them, so the tree is the one that the tokens
-    would make. What is smaller than a block (tails and copies of them) a trace doesn't show, and
-    answers aren't kept, since it doesn't say which prompts hold them: the server can only hit more.
+    would make. What is smaller than a block (tails and copies of them) a trace doesn't show, and it
+    doesn't say which prompts hold an answer: answers take their place in the tree, as keys that
+    nobody asks for, so the server can only hit more.
     """
 
     name = "radix"
@@ -30,8 +31,9 @@ class RadixTreeBlocks(MemoryManager):
         self.cache = RadixCache(
             max(total // block_size, 1), 1, policy=policy, clock=lambda: self.now
         )
-        self.watermark = math.ceil(WATERMARK * self.cache.num_blocks)
         self._sequences: dict[Allocation, Sequence] = {}
+        self._num_seqs = 0
+        self._answers = count(-1, -1)
 
     @property
     def cached(self) -> float:
@@ -56,11 +58,13 @@ class RadixTreeBlocks(MemoryManager):
         sequence = self.cache.create_sequence(request.keys, ())
         hit = sequence.reuse(len(sequence))
         blocks = common + request.num_samples * own
-        spare = self.watermark if self.num_held else 0
+        # As in the server: each running answer may soon want a block.
+        spare = self._num_seqs
         if blocks - hit + spare > self.cache.num_available_blocks:
             sequence.free()
             return None
         sequence.reserve(blocks)
+        self._num_seqs += request.num_samples
         allocation = Allocation(request, 0, 0.0, 0, 0.0, num_cached=hit * self.block_size)
         self._sequences[allocation] = sequence
         self._resize(allocation, (common + own) * self.block_size)
@@ -75,8 +79,17 @@ class RadixTreeBlocks(MemoryManager):
         self._resize(allocation, allocation.limit + self.block_size)
         return True
 
-    def _free(self, allocation: Allocation) -> None:
-        self._sequences.pop(allocation).free()
+    def _free(self, allocation: Allocation, generated: int) -> None:
+        request, sequence = allocation.request, self._sequences.pop(allocation)
+        self._num_seqs -= request.num_samples
+        if generated:
+            # What is left of the prompt's last block goes with the answer.
+            rest = request.prompt_len - len(sequence) * self.block_size
+            blocks = request.num_samples * -(-(rest + generated) // self.block_size)
+            kept = min(blocks, sequence.num_blocks - len(sequence))
+            sequence.append(islice(self._answers, kept))
+            sequence.commit(len(sequence))
+        sequence.free()
 
     def _resize(self, allocation: Allocation, limit: int) -> None:
         request, sequence = allocation.request, self._sequences[allocation]

@@ -47,7 +47,7 @@ class StaticReservation(MemoryManager):
     def _extend(self, allocation: Allocation) -> bool:
         return False
 
-    def _free(self, allocation: Allocation) -> None:
+    def _free(self, allocation: Allocation, generated: int) -> None:
         slots = allocation.request.num_samples * self.max_len
         self._left += slots
         self.slots += slots
