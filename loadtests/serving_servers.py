@@ -151,6 +151,11 @@ class ManagedServer:
         """Stop it: SIGTERM, and SIGKILL for what is left of it."""
         await self._stop()
 
+    @property
+    def pid(self) -> int:
+        """Of the process that was started; 0 before that."""
+        return 0 if self._process is None else self._process.pid
+
     def pause(self) -> None:
         """Take the processor away from it."""
         self._signal(signal.SIGSTOP)

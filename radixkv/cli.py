@@ -9,17 +9,21 @@ import json
 import logging
 import sys
 import time
-from typing import Annotated, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 
 from radixkv import __version__
+from radixkv.chat_command import chat
 from radixkv.config import REPEATABLE, ServeConfig, format_bytes, load_config
 from radixkv.errors import RadixKVError
 from radixkv.openmp import set_wait_policy
 from radixkv.simulate.command import add_commands as add_simulate_commands
+
+if TYPE_CHECKING:
+    from radixkv.server.config import ServerConfig
 
 __all__ = ["app", "main"]
 
@@ -30,6 +34,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+log = logging.getLogger(__name__)
 
 bench = typer.Typer(no_args_is_help=True, help="Measure a model on this machine.")
 app.add_typer(bench, name="bench")
@@ -49,26 +55,47 @@ def serve(config: str | None = None, **options: Any) -> None:
         for name in REPEATABLE:
             options[name] = ",".join(options[name]) if options[name] else None
         settings = load_config(options, config_file=config)
-        logging.basicConfig(
-            level=settings.log_level.upper(),
-            format="%(name)s: %(message)s",
-            handlers=[RichHandler(console=console, show_path=False)],
-        )
+        if settings.log_format == "json":
+            console = Console(stderr=True, quiet=True)  # what is no line of JSON is left out
         # Imported late: `--help` and a refused option should not wait for torch.
         from radixkv.engine.factory import build_engine
+        from radixkv.server.access_log import configure_access_log
+        from radixkv.server.api_keys import KeyRing
         from radixkv.server.auth import namespace_quotas
+        from radixkv.server.logs import configure_logging
+        from radixkv.server.session_db import SessionDb
+        from radixkv.server.tracing import build_tracer
 
+        configure_logging(
+            settings.log_level,
+            settings.log_format,
+            show_text=settings.log_prompts,
+            console=console,
+        )
+        if settings.access_log is not None:
+            configure_access_log(settings.access_log)
+        endpoint = settings.otlp_traces_endpoint
+        tracer = None if endpoint is None else build_tracer(endpoint)
+        server_config = _server_config(settings)
+        keys = KeyRing(
+            server_config.api_key, server_config.admin_api_key, server_config.api_keys
+        )
+        session_db = None if settings.session_db is None else SessionDb(settings.session_db)
         with console.status("loading the model"):
-            quotas = namespace_quotas(settings.api_key, settings.tenant_quota)
+            quotas = namespace_quotas(
+                settings.api_key, settings.tenant_quota, tenants=settings.api_keys is not None
+            )
             built = build_engine(settings, quotas=quotas, console=console)
     except RadixKVError as error:
         _fail(error)
     from radixkv.server.app import create_app
-    from radixkv.server.config import ServerConfig
     from radixkv.server.run import run_server
 
     def on_ready(url: str) -> None:
         engine = built.engine
+        if settings.log_format == "json":
+            log.info("%s is ready, listening on %s", engine.model_name, url)
+            return
         console.print(
             f"[bold]{engine.model_name}[/bold] ({built.dtype}, "
             f"{format_bytes(built.weight_bytes)} of weights) is ready after "
@@ -83,19 +110,16 @@ def serve(config: str | None = None, **options: Any) -> None:
         )
         console.print(_example(url, engine.model_name, settings), highlight=False, soft_wrap=True)
 
-    application = create_app(
-        built.engine,
-        ServerConfig(
-            api_key=settings.api_key,
-            max_body_bytes=settings.max_body_size,
-            request_timeout_s=settings.request_timeout,
-            session_idle_s=settings.session_idle,
-            max_sessions=settings.max_sessions,
-            tool_parser=None if settings.tool_parser == "auto" else settings.tool_parser,
-            drain_timeout_s=settings.drain_timeout,
-            save_timeout_s=settings.disk_save_timeout if settings.disk_cache else 0.0,
-        ),
-    )
+    try:
+        application = create_app(
+            built.engine,
+            server_config,
+            tracer=tracer,
+            keys=keys,
+            session_db=session_db,
+        )
+    except RadixKVError as error:
+        _fail(error)
     try:
         code = asyncio.run(run_server(application, settings.host, settings.port, on_ready=on_ready))
     except OSError as error:
@@ -178,6 +202,31 @@ def version() -> None:
     typer.echo(__version__)
 
 
+def _server_config(settings: ServeConfig) -> ServerConfig:
+    from radixkv.server.config import ServerConfig
+
+    return ServerConfig(
+        api_key=settings.api_key,
+        api_keys=None if settings.api_keys is None else Path(settings.api_keys),
+        admin_api_key=settings.admin_api_key,
+        cors_origins=settings.cors_origins,
+        allowed_hosts=settings.allowed_hosts,
+        max_connections=settings.max_connections,
+        keepalive_timeout_s=settings.keepalive_timeout,
+        body_timeout_s=settings.body_timeout,
+        max_stream_stall_s=settings.stall_timeout,
+        max_body_bytes=settings.max_body_size,
+        request_timeout_s=settings.request_timeout,
+        session_idle_s=settings.session_idle,
+        max_sessions=settings.max_sessions,
+        tool_parser=None if settings.tool_parser == "auto" else settings.tool_parser,
+        drain_timeout_s=settings.drain_timeout,
+        save_timeout_s=settings.disk_save_timeout if settings.disk_cache else 0.0,
+        access_log=settings.access_log is not None,
+        log_prompts=settings.log_prompts,
+    )
+
+
 def _fail(error: object) -> NoReturn:
     print(f"radixkv: error: {error}", file=sys.stderr)
     raise typer.Exit(2)
@@ -185,7 +234,8 @@ def _fail(error: object) -> NoReturn:
 
 def _example(url: str, model: str, settings: ServeConfig) -> str:
     body = {"model": model, "messages": [{"role": "user", "content": "What is a radix tree?"}]}
-    key = " -H 'Authorization: Bearer '$RADIXKV_API_KEY" if settings.api_key else ""
+    needs_key = settings.api_key or settings.api_keys
+    key = " -H 'Authorization: Bearer '$RADIXKV_API_KEY" if needs_key else ""
     return (
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f"-d '{json.dumps(body)}'"
@@ -234,4 +284,5 @@ def _parameter(name: str, help_text: str, metavar: str) -> inspect.Parameter:
 
 
 _add_serve_command()
+app.command()(chat)
 add_simulate_commands(app)

@@ -15,7 +15,9 @@ from radixkv.errors import ConfigError
 
 __all__ = ["REPEATABLE", "ServeConfig", "format_bytes", "load_config", "parse_bytes"]
 
-REPEATABLE = frozenset({"tenant_quota"})
+REPEATABLE = frozenset({"allowed_hosts", "cors_origins", "tenant_quota"})
+# Never shown, not even when they are wrong.
+SECRET = frozenset({"admin_api_key", "api_key"})
 
 _UNITS = {
     "": 1, "b": 1,
@@ -94,6 +96,16 @@ def _text(what: str = "text that is not empty") -> tuple[Callable[[str], str], s
         return text
 
     return parse, what
+
+
+def _names(what: str) -> tuple[Callable[[str], tuple[str, ...]], str]:
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(part.strip() for part in text.split(","))
+        if not all(names):
+            raise ValueError
+        return names
+
+    return parse, f"{what}, several separated by commas"
 
 
 def _size(low: int) -> tuple[Callable[[str], int], str]:
@@ -284,6 +296,42 @@ class ServeConfig:
     host: str = _option("127.0.0.1", _text("an address"), "Address to listen on.")
     port: int = _option(8000, _integer(0, 65535), "Port to listen on; 0 picks a free one.")
     api_key: str | None = _option(None, _text(), "Key that clients must send as a bearer token.")
+    api_keys: str | None = _option(
+        None,
+        _text("a TOML file"),
+        "File of further keys, each with a tenant and limits of its own; read again on SIGHUP.",
+    )
+    admin_api_key: str | None = _option(
+        None, _text(), "Key for the routes under /admin, which --api-key then no longer opens."
+    )
+    cors_origins: tuple[str, ...] = _option(
+        (),
+        _names("origins such as https://chat.example, or *"),
+        "Pages that may use the server from a browser. May be repeated. Default: none.",
+    )
+    allowed_hosts: tuple[str, ...] = _option(
+        (),
+        _names("host names"),
+        "Names that a proxy on this machine passes on to a server without a key. May be repeated.",
+    )
+    max_connections: int | None = _option(
+        None,
+        _auto(_integer(1, 1_000_000)),
+        "Connections open at once; more get status 503. auto: as many as files may be open.",
+    )
+    keepalive_timeout: float = _option(
+        75.0,
+        _number(1, 86400),
+        "Seconds after which a connection is closed on which no request has come in full.",
+    )
+    body_timeout: float = _option(
+        60.0, _number(0.1, 86400), "Seconds that a request body may take; more gets status 408."
+    )
+    stall_timeout: float = _option(
+        30.0,
+        _number(0.1, 86400),
+        "Seconds after which a client is dropped that takes nothing of what is sent to it.",
+    )
     max_body_size: int = _option(
         16 * 1024**2, _size(1024), "Largest request body; more gets status 413."
     )
@@ -302,6 +350,11 @@ class ServeConfig:
         "How the model writes tool calls. auto: as its chat template teaches.",
     )
     max_sessions: int = _option(10_000, _integer(1, 10_000_000), "Sessions kept at once.")
+    session_db: str | None = _option(
+        None,
+        _text("a file"),
+        "SQLite file that keeps sessions across restarts. Default: none; they are in memory only.",
+    )
     kv_events: str | None = _option(
         None,
         _text("an address such as tcp://127.0.0.1:5557 (with a leading > to connect, not bind)"),
@@ -317,6 +370,26 @@ class ServeConfig:
     )
     log_level: str = _option(
         "info", _choice("debug", "info", "warning", "error"), "What is logged."
+    )
+    log_format: str = _option(
+        "text", _choice("text", "json"), "Form of the log's lines, on standard error."
+    )
+    log_prompts: bool = _option(
+        False,
+        _flag(),
+        "Log the text of prompts, and messages of exceptions, which may quote it.",
+    )
+    access_log: str | None = _option(
+        None,
+        _text("a file, or - for standard output"),
+        "Where a line of JSON about each HTTP request goes, without any text of it. Default: "
+        "nowhere.",
+    )
+    otlp_traces_endpoint: str | None = _option(
+        None,
+        _text("a URL such as http://localhost:4318/v1/traces"),
+        "OpenTelemetry collector that gets a trace of each request, over HTTP; needs the extra "
+        "otel. Default: none.",
     )
 
     def __post_init__(self) -> None:
@@ -366,7 +439,7 @@ def load_config(
         try:
             values[name] = option.metadata["parse"](text)
         except (ValueError, KeyError):
-            shown = "the value given" if name == "api_key" else repr(text)
+            shown = "the value given" if name in SECRET else repr(text)
             raise ConfigError(
                 f"{source} must be {option.metadata['accepts']}, got {shown}"
             ) from None

@@ -353,7 +353,10 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class RequestTimings:
-    """When things happened to a request, in seconds of the monotonic clock; None: not yet."""
+    """When things happened to a request, in seconds of the monotonic clock; None: not yet.
+
+    The engine's thread writes it while the request lives; others may read.
+    """
 
     arrival: float = 0.0
     first_scheduled: float | None = None
@@ -361,3 +364,4 @@ class RequestTimings:
     last_token: float | None = None
     finished: float | None = None
     inter_token: list[float] = field(default_factory=list)
+    num_preemptions: int = 0

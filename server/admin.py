@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -22,13 +23,32 @@ __all__ = ["cache_report", "cache_stats", "check", "flush", "flush_all", "metric
 
 logger = logging.getLogger(__name__)
 
+# The sessions used latest are shown.
+MAX_SESSIONS = 100
+
 
 async def cache_stats(request: web.Request) -> web.Response:
-    """`GET /admin/cache`: what was reused, and where the blocks are."""
+    """`GET /admin/cache`: what was reused, by whom, and where the blocks are."""
     state = request.app[STATE]
-    report = cache_report(state.engine.stats())
+    stats = state.engine.stats()
+    report = cache_report(stats)
     report["model"] = state.model_name
+    report["models"] = {
+        state.model_name: _usage(
+            stats.requests_admitted,
+            stats.tokens_looked_up,
+            stats.tokens_hit,
+            stats.tokens_generated,
+        )
+    }
     report["sessions"] = len(state.sessions)
+    latest = islice(reversed(state.requests.sessions.items()), MAX_SESSIONS)
+    report["session_usage"] = {
+        session_id: _usage(
+            usage.turns, usage.tokens_looked_up, usage.tokens_hit, usage.tokens_generated
+        )
+        for session_id, usage in latest
+    }
     return json_response(report)
 
 
@@ -109,6 +129,7 @@ def cache_report(stats: EngineStats) -> dict[str, Any]:
         },
         "block_size": stats.block_size,
         "bytes_per_block": block_bytes,
+        "kv": _kv_report(stats),
         "tiers": stats.tiers,
         "evicted_blocks": stats.evicted_blocks,
         "copied_blocks": stats.copied_blocks,
@@ -131,4 +152,35 @@ def cache_report(stats: EngineStats) -> dict[str, Any]:
             "last_age_s": stats.last_step_age_s,
         },
         "kv_events": stats.kv_events,
+    }
+
+
+def _usage(requests: int, looked_up: int, hit: int, generated: int) -> dict[str, Any]:
+    return {
+        "requests": requests,
+        "looked_up": looked_up,
+        "hit": hit,
+        "hit_rate": hit / looked_up if looked_up else None,
+        "generated": generated,
+    }
+
+
+def _kv_report(stats: EngineStats) -> dict[str, Any]:
+    """Return how well the blocks are used: all of them, and those of running sequences.
+
+    Their waste is slots without a token, in blocks that are not full. `shared_tokens` is what
+    copies of the shared blocks would take beside them.
+    """
+    total = stats.blocks_total
+    used = total - stats.blocks_free
+    wasted = stats.kv_slots_allocated - stats.kv_tokens_stored
+    return {
+        "pool_usage": used / total if total else 0.0,
+        "referenced_usage": stats.blocks_referenced / total if total else 0.0,
+        "tokens_stored": stats.kv_tokens_stored,
+        "slots_allocated": stats.kv_slots_allocated,
+        "utilisation": stats.kv_utilisation,
+        "wasted_slots": wasted,
+        "wasted_bytes": wasted * stats.bytes_per_block // stats.block_size,
+        "shared_tokens": stats.kv_tokens_referenced - stats.kv_tokens_stored,
     }

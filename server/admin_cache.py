@@ -17,12 +17,19 @@ from radixkv.server.messages import template_messages, template_tools
 from radixkv.server.prompts import INLINE_CHARS
 from radixkv.server.protocol import ExplainRequest
 from radixkv.server.protocol_cache import PromptFields
+from radixkv.server.queries import query_flag, query_number
 from radixkv.server.state import STATE, ServerState
 
 if TYPE_CHECKING:
     from radixkv.engine import Explanation, RequestExplanation
 
-__all__ = ["cache_tree", "explain_prompt", "explain_request", "latest_misses", "prompt_ids"]
+__all__ = [
+    "cache_tree",
+    "explain_prompt",
+    "explain_request",
+    "latest_misses",
+    "prompt_ids",
+]
 
 MAX_MISSES = 1000
 MAX_DEPTH = 64
@@ -36,7 +43,7 @@ INLINE_NODES = 64
 async def explain_request(request: web.Request) -> web.Response:
     """`GET /admin/cache/explain/{request}`: what a request found, and why no more."""
     state = request.app[STATE]
-    index = _number(request, "index", 0, 0, state.config.max_prompts - 1)
+    index = query_number(request, "index", 0, 0, state.config.max_prompts - 1)
     name = request.match_info["request"]
     entry = state.engine.explain(state.request_ids.resolve(name, index))
     if entry is None:
@@ -47,14 +54,14 @@ async def explain_request(request: web.Request) -> web.Response:
             param="request",
             code="not_found",
         )
-    return json_response(_request_object(state, entry, reveal=_flag(request, "reveal")))
+    return json_response(_request_object(state, entry, reveal=query_flag(request, "reveal")))
 
 
 async def latest_misses(request: web.Request) -> web.Response:
     """`GET /admin/cache/misses?limit=20`: the latest requests that had to compute, latest first."""
     state = request.app[STATE]
-    limit = _number(request, "limit", 20, 1, MAX_MISSES)
-    reveal = _flag(request, "reveal")
+    limit = query_number(request, "limit", 20, 1, MAX_MISSES)
+    reveal = query_flag(request, "reveal")
     entries = state.engine.recent_explanations(limit, misses_only=True)
 
     def work() -> list[dict[str, Any]]:
@@ -94,8 +101,8 @@ async def cache_tree(request: web.Request) -> web.Response:
     """`GET /admin/cache/tree?depth=4&breadth=10&namespace=`: the cached tree."""
     state = request.app[STATE]
     report = await state.engine.tree_report(
-        _number(request, "depth", 4, 1, MAX_DEPTH),
-        _number(request, "breadth", 10, 1, MAX_BREADTH),
+        query_number(request, "depth", 4, 1, MAX_DEPTH),
+        query_number(request, "breadth", 10, 1, MAX_BREADTH),
         request.query.get("namespace"),
         # Copies, since a turn may end while the engine reads them.
         [
@@ -253,23 +260,3 @@ def _add_texts(state: ServerState, report: dict[str, Any]) -> None:
 
 def _work_chars(count: int) -> int:
     return INLINE_CHARS + 1 if count > INLINE_NODES else 0
-
-
-def _number(request: web.Request, name: str, default: int, low: int, high: int) -> int:
-    """Return a whole number from the query.
-
-    Raises:
-        ApiError: 400, it isn't one between `low` and `high`.
-    """
-    text = request.query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal() and low <= int(text[:9]) <= high):
-        raise ApiError(
-            400, f"{name} must be between {low} and {high}", param=name, code="invalid_value"
-        )
-    return int(text[:9])
-
-
-def _flag(request: web.Request, name: str) -> bool:
-    return request.query.get(name, "").lower() in {"1", "true", "yes"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,9 @@ from radixkv.server.errors import ApiError, anthropic_error_body
 from radixkv.server.generation import Answer
 from radixkv.server.history import encode_chat
 from radixkv.server.messages import template_messages, template_tools
+from radixkv.server.protocol import Message
 from radixkv.server.protocol_anthropic import (
+    SHORT_TTL,
     CountTokensRequest,
     MessagesRequest,
     chat_choice,
@@ -58,11 +60,15 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     choice, parallel = chat_choice(body.tool_choice)
     plan = plan_tools(state.tools, template_tools(chat_tools(body.tools)), choice, parallel)
     namespace = make_namespace(tenant_of(request), body.cache_salt)
-    dialogue = await Dialogue.begin(request, chat_messages(body), plan, params, namespace)
+    messages = chat_messages(body)
+    dialogue = await Dialogue.begin(
+        request, messages, plan, params, namespace, continue_final=_is_prefilled(messages)
+    )
     shape = MessageShape(
         id=f"msg_{dialogue.generation.id}",
         model=state.model_name,
         block_size=state.engine.block_size if params.cache_pin_ttl is not None else None,
+        ttl=params.cache_pin_ttl,
     )
     try:
         if body.stream:
@@ -91,12 +97,14 @@ async def count_tokens(request: web.Request) -> web.Response:
     pin_ttl(body)
     choice, parallel = chat_choice(body.tool_choice)
     plan = plan_tools(state.tools, template_tools(chat_tools(body.tools)), choice, parallel)
+    messages = chat_messages(body)
     prompt = await encode_chat(
         state.prompts,
         state.history,
         make_namespace(tenant_of(request), body.cache_salt),
-        template_messages(chat_messages(body), supports_tools=state.prompts.supports_tools),
+        template_messages(messages, supports_tools=state.prompts.supports_tools),
         plan.tools,
+        continue_final=_is_prefilled(messages),
     )
     return json_response({"input_tokens": len(prompt.ids)})
 
@@ -107,11 +115,13 @@ class MessageShape:
 
     Attributes:
         block_size: of the cache, when the prompt is to be pinned; None when it is not.
+        ttl: seconds for which it is to be pinned.
     """
 
     id: str
     model: str
     block_size: int | None
+    ttl: float | None = None
     _kind: str | None = None  # of the open block
     _index: int = field(default=-1)
 
@@ -133,7 +143,7 @@ class MessageShape:
         return {
             **self._message(content),
             **_stop(reader),
-            "usage": self.usage(reader.answer),
+            "usage": self.whole_usage(reader.answer),
         }
 
     def start(self, answer: Answer) -> dict[str, Any]:
@@ -142,7 +152,7 @@ class MessageShape:
             **self._message([]),
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {**self.usage(answer), "output_tokens": answer.num_completion_tokens},
+            "usage": self.whole_usage(answer),
         }
         return {"type": "message_start", "message": message}
 
@@ -177,14 +187,26 @@ class MessageShape:
         What was computed and pinned, whole blocks, counts as written to the cache.
         """
         prompt, cached = answer.num_prompt_tokens, answer.num_cached_tokens
-        written = 0
-        if self.block_size is not None:
-            written = max(0, prompt // self.block_size * self.block_size - cached)
+        written = answer.num_pinned_tokens(self.block_size)
         return {
             "input_tokens": prompt - cached - written,
             "cache_creation_input_tokens": written,
             "cache_read_input_tokens": cached,
             "output_tokens": answer.num_completion_tokens,
+        }
+
+    def whole_usage(self, answer: Answer) -> dict[str, Any]:
+        """Return the usage that a message has: what was written to the cache by its time, too."""
+        usage = self.usage(answer)
+        written = usage["cache_creation_input_tokens"]
+        is_long = self.ttl is not None and self.ttl > SHORT_TTL
+        return {
+            **usage,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": 0 if is_long else written,
+                "ephemeral_1h_input_tokens": written if is_long else 0,
+            },
+            "service_tier": "standard",
         }
 
     def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -225,6 +247,11 @@ async def _events(dialogue: Dialogue, shape: MessageShape) -> AsyncGenerator[dic
                 yield event
     for event in shape.end(reader):
         yield event
+
+
+def _is_prefilled(messages: Sequence[Message]) -> bool:
+    """Return whether the answer goes on in the last message: an assistant's that calls nothing."""
+    return bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
 
 
 def _stop(reader: AnswerReader) -> dict[str, Any]:

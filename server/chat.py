@@ -9,17 +9,19 @@ from aiohttp import web
 
 from radixkv.server.auth import make_namespace, tenant_of
 from radixkv.server.body import json_response, read_json
+from radixkv.server.chat_chunks import chat_deltas
 from radixkv.server.dialogue import Dialogue
+from radixkv.server.errors import ApiError
 from radixkv.server.messages import template_tools
 from radixkv.server.protocol import ChatRequest
 from radixkv.server.responses import ChatShape, TokenTexts, UsageMode
 from radixkv.server.sampling import chat_sampling
 from radixkv.server.state import STATE
 from radixkv.server.streaming import stream_chunks
-from radixkv.server.tool_parsers import TextPart
 from radixkv.server.tools import plan_tools
+from radixkv.server.turns import chat_turn
 
-__all__ = ["chat_completions", "chat_deltas"]
+__all__ = ["chat_completions"]
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -30,6 +32,15 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         request, ChatRequest, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s
     )
     state.check_model(body.model)
+    if body.continue_final_message and body.add_generation_prompt:
+        raise ApiError(
+            400,
+            "continue_final_message and add_generation_prompt can't both be true",
+            param="continue_final_message",
+            code="invalid_value",
+        )
+    if body.session_id is not None:
+        return await chat_turn(request, body)
     params = chat_sampling(body, vocab_size=state.engine.vocab_size)
     namespace = make_namespace(tenant_of(request), body.cache_salt)
     plan = plan_tools(
@@ -42,6 +53,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         params,
         namespace,
         add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final=bool(body.continue_final_message),
     )
     shape = ChatShape(
         id=f"chatcmpl-{dialogue.generation.id}",
@@ -57,24 +69,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         return json_response(shape.whole(dialogue.readers, tokens, logprobs=logprobs))
     finally:
         dialogue.close()
-
-
-async def chat_deltas(
-    dialogue: Dialogue, shape: ChatShape, tokens: TokenTexts, *, finish: bool = False
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the role chunks, and those of content and calls; the finish chunks too if `finish`."""
-    answers = dialogue.answers
-    for index in range(len(answers)):
-        yield shape.role_chunk(index, answers)
-    async for index, output, events in dialogue:
-        logprobs = output.logprobs
-        if logprobs and not events:
-            events = [TextPart("")]
-        for event in events:
-            yield shape.delta_chunk(index, event, answers, tokens, logprobs)
-            logprobs = None
-        if finish and output.finish_reason is not None:
-            yield shape.finish_chunk(index, dialogue.readers)
 
 
 async def _chunks(

@@ -11,6 +11,7 @@ from radixkv.server.auth import make_namespace, tenant_of
 from radixkv.server.body import json_response, read_json
 from radixkv.server.errors import ApiError
 from radixkv.server.generation import Generation
+from radixkv.server.guards import use_of
 from radixkv.server.protocol import CompletionRequest
 from radixkv.server.responses import CompletionShape, TokenTexts, UsageMode
 from radixkv.server.sampling import completion_sampling
@@ -45,6 +46,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         metrics=state.metrics,
         grammar=grammar,
         param="prompt",
+        use=use_of(request),
     )
     state.request_ids.remember(generation.id, len(ids), request[REQUEST_ID])
     shape = CompletionShape(

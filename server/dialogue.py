@@ -11,6 +11,7 @@ from aiohttp import web
 from radixkv.request import Namespace, RequestOutput, SamplingParams
 from radixkv.server.errors import ApiError
 from radixkv.server.generation import Answer, Generation
+from radixkv.server.guards import use_of
 from radixkv.server.history import ChatPrompt, encode_chat
 from radixkv.server.messages import TemplateMessage, template_messages
 from radixkv.server.protocol import FunctionCall, Message, ToolCall
@@ -118,6 +119,7 @@ class Dialogue:
         namespace: Namespace,
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         param: str = "messages",
     ) -> Dialogue:
         """Render, encode and submit a conversation.
@@ -128,7 +130,8 @@ class Dialogue:
             plan: the tools.
             params: without what the plan adds.
             namespace: of the cache.
-            add_generation_prompt: False continues the text of the last message.
+            add_generation_prompt: False begins no answer after the last message.
+            continue_final: the answer goes on in the last message.
             param: the field that the messages came from, for refusals.
 
         Raises:
@@ -143,6 +146,7 @@ class Dialogue:
             template_messages(messages, supports_tools=state.prompts.supports_tools, field=param),
             plan.tools,
             add_generation_prompt=add_generation_prompt,
+            continue_final=continue_final,
         )
         grammar = await compile_grammar(state.engine, params)
         state.lifecycle.check_accepting()
@@ -154,6 +158,7 @@ class Dialogue:
             metrics=state.metrics,
             grammar=grammar,
             param=param,
+            use=use_of(request),
         )
         state.request_ids.remember(generation.id, 1, request[REQUEST_ID])
         state.history.report(generation.id, prompt.report)

@@ -10,7 +10,16 @@ from aiohttp import web
 
 from radixkv.errors import EngineClosedError, QueueFullError, RequestRejectedError
 
-__all__ = ["ApiError", "anthropic_error_body", "api_error_from", "error_body", "error_response"]
+__all__ = [
+    "ApiError",
+    "anthropic_error_body",
+    "api_error_from",
+    "error_body",
+    "error_response",
+    "is_anthropic",
+]
+
+ANTHROPIC_PATH = "/v1/messages"
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -57,6 +66,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        # Paths and headers may hold bytes that are no text, which JSON can't be written with.
+        message = message.encode(errors="replace").decode()
         super().__init__(message)
         self.status = status
         self.message = message
@@ -70,6 +81,11 @@ class ApiError(Exception):
             return self
         message = self.message.replace(old, new)
         return ApiError(self.status, message, param=new, code=self.code, headers=self.headers)
+
+
+def is_anthropic(path: str) -> bool:
+    """Return whether errors at a path have the form of Anthropic's API."""
+    return path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -87,11 +103,10 @@ def error_body(error: ApiError) -> dict[str, Any]:
 def anthropic_error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     """Return Anthropic's error object for a JSON answer or a stream event."""
     kind = ANTHROPIC_ERROR_TYPES.get(error.status, "invalid_request_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": error.message},
-        "request_id": request_id,
-    }
+    shown: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.code is not None:
+        shown["details"] = {"error_code": error.code}
+    return {"type": "error", "error": shown, "request_id": request_id}
 
 
 def error_response(error: ApiError, body: dict[str, Any] | None = None) -> web.Response:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from radixkv.engine import namespace_label
 from radixkv.errors import RequestRejectedError
 from radixkv.request import (
     FinishReason,
@@ -17,12 +18,15 @@ from radixkv.request import (
     TokenLogprob,
 )
 from radixkv.server.errors import ApiError, api_error_from
+from radixkv.server.logs import log_prompt
 from radixkv.server.metrics import Metrics
 from radixkv.server.request_ids import engine_ids
+from radixkv.server.scope import RequestScope, current_scope
 
 if TYPE_CHECKING:
     from radixkv.engine import AsyncEngine, RequestStream
     from radixkv.engine.grammar import Grammar
+    from radixkv.server.limits import KeyUse
 
 __all__ = ["Answer", "Generation"]
 
@@ -61,6 +65,17 @@ class Answer:
         self.num_prompt_tokens = output.num_prompt_tokens
         self.num_cached_tokens = output.num_cached_tokens
 
+    def num_pinned_tokens(self, block_size: int | None) -> int:
+        """Return the prompt tokens that were computed and pinned: whole blocks.
+
+        Args:
+            block_size: of the cache; None if the prompt was not to be pinned.
+        """
+        if block_size is None:
+            return 0
+        whole = self.num_prompt_tokens // block_size * block_size
+        return max(0, whole - self.num_cached_tokens)
+
     def full_text(self) -> str:
         """Return the text so far."""
         return "".join(self.text)
@@ -88,8 +103,11 @@ class Generation:
         self.answers = [Answer() for _ in range(n * len(streams))]
         self._streams = streams
         self._metrics = metrics
+        self._scope: RequestScope | None = None
         self._reason: ApiError | None = None
         self._pumps: list[asyncio.Task[None]] = []
+        self._use: KeyUse | None = None
+        self._branches = n
         self._closed = False
 
     @classmethod
@@ -103,16 +121,22 @@ class Generation:
         metrics: Metrics,
         grammar: Grammar | None = None,
         param: str,
+        use: KeyUse | None = None,
     ) -> Generation:
         """Hand `prompts` to the engine, all of them or none.
 
         Args:
             grammar: that of `params`, if they have one.
             param: the request field the prompts came from; named when the engine refuses one.
+            use: of the caller's key, if it has limits.
 
         Raises:
-            ApiError: the engine refuses one of the prompts.
+            ApiError: the engine refuses one of the prompts, or the key has no tokens left.
         """
+        num_tokens = sum(map(len, prompts))
+        if use is not None:
+            params = use.cut(params)
+            use.begin_tokens(num_tokens)
         streams: list[RequestStream] = []
         # Never the client's own id, which may come twice at once.
         generation_id = uuid.uuid4().hex
@@ -125,11 +149,27 @@ class Generation:
         except RequestRejectedError as error:
             for stream in streams:
                 stream.abort()
+            if use is not None:
+                use.add_tokens(-num_tokens)
             refusal = api_error_from(error)
             if refusal.status == 400 and refusal.param in (None, "prompt"):
                 refusal.param = param
             raise refusal from error
-        return cls(streams, params.n, metrics, generation_id)
+        generation = cls(streams, params.n, metrics, generation_id)
+        generation._use, generation._branches = use, params.num_branches
+        if (scope := current_scope()) is not None:
+            generation._scope = scope
+            label = namespace_label(namespace)
+            scope.begin(names, streams, generation.by_prompt(), prompts, params, label)
+            if scope.log_prompts:
+                for name, ids in zip(names, prompts, strict=True):
+                    log_prompt(engine.tokenizer, name, ids)
+        return generation
+
+    def by_prompt(self) -> list[list[Answer]]:
+        """Return the answers by the prompt that they are to."""
+        starts = range(0, len(self.answers), self.n)
+        return [self.answers[start : start + self.n] for start in starts]
 
     def abort(self, reason: ApiError) -> None:
         """End the streams early; the iteration then raises `reason`."""
@@ -145,9 +185,15 @@ class Generation:
         self._closed = True
         for pump in self._pumps:
             pump.cancel()
-        for stream, answer in zip(self._streams, self.answers[:: self.n], strict=True):
+        for stream, answers in zip(self._streams, self.by_prompt(), strict=True):
             stream.abort()
-            self._metrics.observe_request(stream.timings, answer.finish_reason)
+            self._metrics.observe_request(stream.timings, answers)
+        if self._scope is not None:
+            self._scope.end()
+        if self._use is not None:
+            # Answers that were generated and not chosen count like the others.
+            told = sum(answer.num_completion_tokens for answer in self.answers)
+            self._use.add_tokens(told * self._branches // self.n)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         if len(self._streams) == 1:

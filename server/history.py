@@ -172,6 +172,7 @@ async def encode_chat(
     tools: list[dict[str, Any]] | None,
     *,
     add_generation_prompt: bool = True,
+    continue_final: bool = False,
 ) -> ChatPrompt:
     """Return the prompt of a conversation, with the ids of the answers that are remembered.
 
@@ -182,9 +183,10 @@ async def encode_chat(
         messages: in the template's form.
         tools: in the template's form.
         add_generation_prompt: whether an answer is to begin.
+        continue_final: whether the last message is to go on instead.
 
     Raises:
-        ApiError: 400, too long, or no chat template.
+        ApiError: 400, too long, no chat template, or no last message that could go on.
         RequestRejectedError: the template refuses the messages, in its own words.
     """
     chars = sum(len(message["content"]) for message in messages)
@@ -201,10 +203,14 @@ async def encode_chat(
                 messages[i] = {**message, "content": known.text}
 
     def work() -> ChatPrompt:
-        text = prompts.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        if continue_final:
+            text = prompts.render_open(messages, tools)
+        else:
+            text = prompts.render(messages, tools, add_generation_prompt=add_generation_prompt)
         prompts.check_chars(len(text), "messages")
         ids, digest, report = _encode(prompts, text, found)
-        return ChatPrompt(ids, len(text), digest, key if add_generation_prompt else None, report)
+        known = key if add_generation_prompt and not continue_final else None
+        return ChatPrompt(ids, len(text), digest, known, report)
 
     return await prompts.offload(chars + (INLINE_CHARS if tools else 0), work)
 

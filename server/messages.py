@@ -4,7 +4,7 @@ Rules, the same on every route:
 
 - Several text parts are joined by one line break (`PART_SEPARATOR`); one part equals the string.
 - `developer` is rendered as `system`.
-- A null, absent or empty content of an assistant is the empty string.
+- A null, absent or empty content of an assistant is the empty string, or its `refusal`.
 - A template that knows nothing of tools gets them flattened: the tools as JSON lines after the
   system prompt, a tool call as JSON in the assistant's content, a tool's answer as a user message.
 - The client's order of keys and of tools is kept untouched.
@@ -79,7 +79,11 @@ def _template_message(message: Message, where: str, supports_tools: bool) -> Tem
         raise _refuse(
             f"{where}.content", f"{where}.content must be set in a message of role {message.role}"
         )
+    if message.audio is not None:
+        raise _refuse(f"{where}.audio", f"{where}.audio is not supported")
     content = join_content(message.content, f"{where}.content")
+    if not content and message.role == "assistant":
+        content = message.refusal or ""
     result: TemplateMessage = {
         "role": "system" if message.role == "developer" else message.role,
         "content": content,
@@ -114,15 +118,19 @@ def join_content(content: str | list[Part] | None, where: str) -> str:
         return ""
     if isinstance(content, str):
         return content
+    texts = []
     for i, part in enumerate(content):
-        if part.type != "text":
+        if part.type not in ("text", "refusal"):
             raise _refuse(
                 f"{where}[{i}].type",
                 f"{where}[{i}] has type {part.type[:64]!r}; only 'text' parts are supported",
             )
-        if part.text is None:
-            raise _refuse(f"{where}[{i}].text", f"{where}[{i}].text must be set in a text part")
-    return PART_SEPARATOR.join(part.text or "" for part in content)
+        text = part.text if part.type == "text" else part.refusal
+        if text is None:
+            field = f"{where}[{i}].{part.type}"
+            raise _refuse(field, f"{field} must be set in a {part.type} part")
+        texts.append(text)
+    return PART_SEPARATOR.join(texts)
 
 
 def template_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -1,4 +1,4 @@
-"""Prometheus metrics: the engine's counters read at scrape time, and latency histograms.
+"""Prometheus metrics: the engine's counters read at scrape time, and what requests took.
 
 Names under `vllm:` mean what they mean there, so that existing dashboards and load generators work;
 `radixkv:` names have no counterpart. Labels are bounded: model name, finish reason, route, status.
@@ -7,36 +7,26 @@ Names under `vllm:` mean what they mean there, so that existing dashboards and l
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from radixkv.request import FinishReason, RequestTimings
+from radixkv.request import RequestTimings
 from radixkv.server.metrics_cache import cache_families
 from radixkv.server.metrics_engine import engine_families
+from radixkv.server.metrics_requests import RequestHistograms
+from radixkv.server.metrics_vllm import vllm_families
 
 if TYPE_CHECKING:
     from radixkv.engine import AsyncEngine, EngineStats
+    from radixkv.server.generation import Answer
 
 __all__ = ["Metrics"]
 
 logger = logging.getLogger(__name__)
-
-TTFT_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-    20.0, 40.0, 80.0, 160.0,
-)  # fmt: skip
-ITL_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
-    5.0, 10.0,
-)  # fmt: skip
-E2E_BUCKETS = (
-    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
-    120.0, 240.0, 480.0,
-)  # fmt: skip
 
 Reader = Callable[["EngineStats"], float]
 
@@ -127,55 +117,39 @@ class Metrics:
             ("route", "status"),
             registry=self._registry,
         )
-        self._ttft = self._histogram(
-            "vllm:time_to_first_token_seconds", "Arrival to first token", TTFT_BUCKETS
-        )
-        self._itl = self._histogram(
-            "vllm:inter_token_latency_seconds", "Time between tokens", ITL_BUCKETS
-        )
-        self._e2e = self._histogram(
-            "vllm:e2e_request_latency_seconds", "Arrival to the end of the answer", E2E_BUCKETS
-        )
-        self._queue = self._histogram(
-            "vllm:request_queue_time_seconds", "Arrival to first scheduling", TTFT_BUCKETS
-        )
+        self._requests = RequestHistograms(self._registry, model_name, engine.max_model_len)
 
-    def observe_request(
-        self, timings: RequestTimings | None, finish_reason: FinishReason | None
-    ) -> None:
-        """Record the latencies of one finished request; aborted ones count up to their end."""
+    def observe_request(self, timings: RequestTimings, answers: Sequence[Answer]) -> None:
+        """Record what one request took, as far as it got.
+
+        Args:
+            timings: the engine's.
+            answers: all of its choices.
+        """
         try:
-            if timings is None:
-                return
-            if timings.first_scheduled is not None:
-                self._queue.observe(timings.first_scheduled - timings.arrival)
-            if timings.first_token is not None:
-                self._ttft.observe(timings.first_token - timings.arrival)
-            for gap in timings.inter_token:
-                self._itl.observe(gap)
-            if timings.finished is not None and finish_reason in ("stop", "length"):
-                self._e2e.observe(timings.finished - timings.arrival)
+            self._requests.observe(timings, answers)
         except Exception:
-            self._note_failure()
+            self.note_failure()
 
     def observe_http(self, route: str, status: int) -> None:
         """Count one HTTP answer; `route` is the route's pattern, never the client's path."""
         try:
             self._http.labels(route, str(status)).inc()
         except Exception:
-            self._note_failure()
+            self.note_failure()
+
+    def register(self, collector: Collector) -> None:
+        """Have more metrics on the page."""
+        self._registry.register(collector)
 
     def render(self) -> bytes:
         """Return the Prometheus text page."""
         return generate_latest(self._registry)
 
-    def _note_failure(self) -> None:
+    def note_failure(self) -> None:
+        """Log and count the exception being handled: something could not be recorded."""
         logger.exception("recording a metric failed")
         self._failures.inc()
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        metric = Histogram(name, text, ("model_name",), buckets=buckets, registry=self._registry)
-        return metric.labels(self._model_name)
 
 
 class EngineCollector(Collector):
@@ -229,3 +203,4 @@ class EngineCollector(Collector):
         yield rate
         yield from engine_families(stats, self._labels)
         yield from cache_families(stats, self._labels)
+        yield from vllm_families(stats, self._labels)

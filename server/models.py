@@ -1,7 +1,8 @@
-"""`GET /v1/models` and `GET /v1/models/{model}`."""
+"""`GET /v1/models` and `GET /v1/models/{model}`, as OpenAI's and Anthropic's clients read them."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
@@ -14,7 +15,16 @@ __all__ = ["get_model", "list_models"]
 
 async def list_models(request: web.Request) -> web.Response:
     """Return the one model that is served."""
-    return json_response({"object": "list", "data": [_model_object(request.app[STATE])]})
+    model = _model_object(request.app[STATE])
+    return json_response(
+        {
+            "object": "list",
+            "data": [model],
+            "has_more": False,
+            "first_id": model["id"],
+            "last_id": model["id"],
+        }
+    )
 
 
 async def get_model(request: web.Request) -> web.Response:
@@ -33,4 +43,9 @@ def _model_object(state: ServerState) -> dict[str, Any]:
         "root": state.engine.model_name,
         "parent": None,
         "max_model_len": state.engine.max_model_len,
+        # The rest is Anthropic's.
+        "type": "model",
+        "display_name": state.model_name,
+        "created_at": datetime.fromtimestamp(state.created, UTC).isoformat(),
+        "max_input_tokens": state.engine.max_model_len,
     }

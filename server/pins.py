@@ -101,8 +101,9 @@ async def pin_session(request: web.Request) -> web.Response:
 async def unpin_session(request: web.Request) -> web.Response:
     """`POST /v1/sessions/{id}/unpin`: give up the session's pin, if there still is one."""
     session = session_of(request)
-    pin_id, session.pin_id = session.pin_id, None
-    held = pin_id is not None and await request.app[STATE].engine.control.unpin(pin_id)
+    state, pin_id = request.app[STATE], session.pin_id
+    state.sessions.pinned(session, None, None)
+    held = pin_id is not None and await state.engine.control.unpin(pin_id)
     return json_response({"id": session.id, "object": "session.unpinned", "unpinned": held})
 
 
@@ -164,7 +165,8 @@ async def _pin_session(state: ServerState, session: Session, ttl_s: float) -> di
     if session.deleted:
         await control.unpin(pin.pin_id)
         raise session_deleted()
-    before, session.pin_id = session.pin_id, pin.pin_id
+    before = session.pin_id
+    state.sessions.pinned(session, pin.pin_id, ttl_s)
     if before is not None:
         await control.unpin(before)
     return {**_pin_object(pin), "session": session.id, "prompt_tokens": len(ids)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -105,6 +106,38 @@ class PromptBuilder:
             )
         except RecursionError as error:
             raise ApiError(400, "The messages or tools are nested too deeply") from error
+
+    def render_open(
+        self, messages: list[TemplateMessage], tools: list[dict[str, Any]] | None
+    ) -> str:
+        """Return the conversation up to the end of its last message's content, to go on in it.
+
+        Raises:
+            ApiError: as `render`, or 400: the last message is not the assistant's, or the template
+                does not write it as it is.
+            RequestRejectedError: the template refuses the messages, in its own words.
+        """
+        *before, last = messages
+        if last["role"] != "assistant":
+            raise ApiError(
+                400,
+                "continue_final_message needs the last message to be the assistant's",
+                param="continue_final_message",
+                code="invalid_value",
+            )
+        # Random, so that no message of a client can contain it.
+        marker = f"end-{secrets.token_hex(12)}"
+        marked = {**last, "content": last["content"] + marker}
+        text = self.render([*before, marked], tools, add_generation_prompt=False)
+        head, found, _ = text.partition(marker)
+        if not found or not head.endswith(last["content"]):
+            raise ApiError(
+                400,
+                "This model's chat template can't leave the last message open",
+                param="continue_final_message",
+                code="invalid_value",
+            )
+        return head
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of rendered text; may take long, see `offload`.

@@ -8,9 +8,40 @@ meaning would be lost by ignoring them are declared and refused.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
+
+from radixkv.server.field_limits import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    BestOf,
+    CachePriority,
+    FrequencyPenalty,
+    LengthPenalty,
+    LogitBias,
+    Logprobs,
+    MaxTokens,
+    Metadata,
+    MinP,
+    MinTokens,
+    Name,
+    Number,
+    PinTtl,
+    Priority,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    StopTokenIds,
+    Strings,
+    Temperature,
+    Timeout,
+    Tools,
+    TopK,
+    TopP,
+)
 
 __all__ = [
     "ChatRequest",
@@ -18,17 +49,19 @@ __all__ = [
     "ExplainRequest",
     "FunctionCall",
     "Message",
+    "Messages",
+    "Number",
     "Part",
     "SamplingFields",
     "SessionCreate",
     "SessionFork",
+    "SessionRollback",
     "SessionTurn",
     "StreamOptions",
     "ToolCall",
+    "known",
     "whole_number",
 ]
-
-Number = int | float
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -38,17 +71,23 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class Part(msgspec.Struct, kw_only=True):
-    """One part of a message's content; only `type` "text" is understood."""
+def known(*values: str) -> Meta:
+    """Return what tells the schema which texts there are; others are refused by name, later."""
+    return Meta(extra_json_schema={"enum": list(values)})
 
-    type: str
+
+class Part(msgspec.Struct, kw_only=True):
+    """One part of a message's content; only `type` "text" and "refusal" are understood."""
+
+    type: Annotated[str, known("text", "refusal")]
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
     """The function of a tool call; `arguments` is JSON text."""
 
-    name: str
+    name: Name
     arguments: str | None = None
 
 
@@ -56,53 +95,64 @@ class ToolCall(msgspec.Struct, kw_only=True):
     """One call an assistant made in an earlier turn."""
 
     function: FunctionCall
-    id: str | None = None
+    id: Name | None = None
     type: str = "function"
+
+
+Calls = Annotated[list[ToolCall], Meta(max_length=MAX_CALLS)]
+Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
 class Message(msgspec.Struct, kw_only=True):
     """One message of a conversation, as the client sent it."""
 
-    role: str
-    content: str | list[Part] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    role: Annotated[str, known("system", "developer", "user", "assistant", "tool")]
+    content: str | Parts | None = None
+    name: Name | None = None
+    tool_calls: Calls | None = None
+    tool_call_id: Name | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
     function_call: Any = None
+    audio: Any = None
+
+
+Messages = Annotated[
+    list[Message], Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})
+]
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
     """Fields that say how to sample and how to answer; shared by every generating route."""
 
     model: str | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: Number | None = None
-    min_p: Number | None = None
-    seed: Number | None = None
-    repetition_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    max_tokens: Number | None = None
-    min_tokens: Number | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: FrequencyPenalty | None = None
+    frequency_penalty: FrequencyPenalty | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
+    max_tokens: MaxTokens | None = None
+    min_tokens: MinTokens | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    n: Number | None = None
-    best_of: Number | None = None
+    logit_bias: LogitBias | None = None
+    n: BestOf | None = None
+    best_of: BestOf | None = None
     use_beam_search: bool | None = None
-    beam_width: Number | None = None
-    length_penalty: Number | None = None
+    beam_width: BestOf | None = None
+    length_penalty: LengthPenalty | None = None
     early_stopping: bool | str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Number | None = None
-    timeout: Number | None = None
-    cache_priority: Number | None = None
-    cache_pin_ttl: Number | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
+    cache_priority: CachePriority | None = None
+    cache_pin_ttl: PinTtl | None = None
     user: Any = None
     # What the answer must look like, see `structured`.
     response_format: dict[str, Any] | None = None
@@ -118,58 +168,66 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 class ChatFields(SamplingFields, kw_only=True):
     """What chat and session turns add to `SamplingFields`."""
 
-    max_completion_tokens: Number | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: Number | None = None
+    top_logprobs: Logprobs | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
     audio: Any = None
-    modalities: list[str] | None = None
+    modalities: Strings | None = None
+    web_search_options: Any = None
+    moderation: Any = None
 
 
 class ChatRequest(ChatFields, kw_only=True):
-    """The body of `POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`.
 
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
+    `store`, `service_tier`, `reasoning_effort`, `verbosity`, `prediction`, `safety_identifier` and
+    the `prompt_cache_*` fields are hints that clients send; they change nothing here.
+    """
+
+    messages: Messages
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     cache_salt: str | None = None
-    metadata: Any = None
+    session_id: str | None = None
+    metadata: Metadata | None = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
     """The body of `POST /v1/completions`; `max_tokens` is 16 when left out, as in OpenAI's API."""
 
     prompt: str | list[int | str | list[int]]
-    max_tokens: Number | None = 16
-    logprobs: Number | None = None
+    max_tokens: MaxTokens | None = 16
+    logprobs: Logprobs | None = None
     echo: bool | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
-    metadata: Any = None
+    metadata: Metadata | None = None
 
 
 class SessionCreate(msgspec.Struct, kw_only=True):
     """The body of `POST /v1/sessions`."""
 
     model: str | None = None
-    system: str | list[Part] | None = None
-    tools: list[dict[str, Any]] | None = None
-    metadata: dict[str, str] | None = None
+    system: str | Parts | None = None
+    tools: Tools | None = None
+    metadata: Metadata | None = None
     cache_salt: str | None = None
 
 
 class SessionTurn(ChatFields, kw_only=True):
     """The body of `POST /v1/sessions/{id}/messages`: exactly one of the first three fields."""
 
-    content: str | list[Part] | None = None
+    content: str | Parts | None = None
     message: Message | None = None
-    messages: list[Message] | None = None
-    role: str | None = None
-    tool_call_id: str | None = None
+    messages: Messages | None = None
+    role: Annotated[str, known("user", "tool")] | None = None
+    tool_call_id: Name | None = None
     # Declared to be refused: both are fixed when the session is made.
     tools: Any = None
     cache_salt: Any = None
@@ -179,7 +237,13 @@ class SessionFork(msgspec.Struct, kw_only=True):
     """The body of `POST /v1/sessions/{id}/fork`; None forks after the last turn."""
 
     at_turn: int | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
+
+
+class SessionRollback(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/sessions/{id}/rollback`: how many turns stay."""
+
+    to_turn: int
 
 
 def whole_number(value: Number) -> int | None:
@@ -197,8 +261,8 @@ class ExplainRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /admin/cache/explain`: `prompt` or `messages`, as the routes take them."""
 
     prompt: str | list[int] | None = None
-    messages: list[Message] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None

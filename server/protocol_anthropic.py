@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import orjson
+from msgspec import Meta
 
 from radixkv.server.errors import ApiError
-from radixkv.server.protocol import ChatFields, FunctionCall, Message, Number, Part, ToolCall
+from radixkv.server.field_limits import (
+    MAX_MESSAGES,
+    CachePriority,
+    LogitBias,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    Objects,
+    Priority,
+    RepetitionPenalty,
+    Seed,
+    StopTexts,
+    Temperature,
+    Timeout,
+    Tools,
+    TopK,
+    TopP,
+)
+from radixkv.server.protocol import ChatFields, FunctionCall, Message, Part, ToolCall, known
 
 __all__ = [
+    "SHORT_TTL",
     "CountTokensRequest",
     "MessagesRequest",
     "chat_choice",
@@ -21,28 +41,31 @@ __all__ = [
     "pin_ttl",
 ]
 
-TTLS = {"5m": 300.0, "1h": 3600.0}
+SHORT_TTL = 300.0
+TTLS = {"5m": SHORT_TTL, "1h": 3600.0}
 MAX_MARKERS = 4
 ROLES = ("user", "assistant", "system")
 # Thoughts of an earlier turn, which no template here shows.
 IGNORED_BLOCKS = ("thinking", "redacted_thinking")
-UNSUPPORTED = ("container", "context_management", "mcp_servers")
+UNSUPPORTED = ("container", "mcp_servers")
+# Edits that are done anyway: no thought of an earlier turn is ever in a prompt.
+DONE_EDITS = "clear_thinking_"
 
 
 class AnthropicMessage(msgspec.Struct, kw_only=True):
     """One message; its content is text or a list of blocks."""
 
-    role: str
-    content: str | list[dict[str, Any]]
+    role: Annotated[str, known("user", "assistant", "system")]
+    content: str | Objects
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /v1/messages/count_tokens`."""
 
-    messages: list[AnthropicMessage]
+    messages: Annotated[list[AnthropicMessage], Meta(max_length=MAX_MESSAGES)]
     model: str | None = None
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    system: str | Objects | None = None
+    tools: Tools | None = None
     tool_choice: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
     cache_salt: str | None = None
@@ -54,26 +77,27 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     `thinking`, `metadata`, `service_tier` and the effort of `output_config` change nothing here.
     """
 
-    max_tokens: Number
-    stop_sequences: list[str] | None = None
+    max_tokens: MaxTokens
+    stop_sequences: StopTexts | None = None
     stream: bool | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: Number | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
     container: Any = None
     context_management: Any = None
     mcp_servers: Any = None
-    seed: Number | None = None
-    min_p: Number | None = None
-    min_tokens: Number | None = None
-    repetition_penalty: Number | None = None
+    thread: Any = None
+    seed: Seed | None = None
+    min_p: MinP | None = None
+    min_tokens: MinTokens | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    timeout: Number | None = None
-    priority: Number | None = None
-    cache_priority: Number | None = None
+    logit_bias: LogitBias | None = None
+    timeout: Timeout | None = None
+    priority: Priority | None = None
+    cache_priority: CachePriority | None = None
 
 
 def chat_fields(body: MessagesRequest) -> ChatFields:
@@ -85,6 +109,15 @@ def chat_fields(body: MessagesRequest) -> ChatFields:
     for name in UNSUPPORTED:
         if getattr(body, name):
             raise _refuse(name, f"{name} is not supported")
+    if body.thread:
+        # The code tells Anthropic's tool runner to send whole conversations.
+        raise ApiError(
+            400,
+            "thread is not supported; send the whole conversation",
+            param="thread",
+            code="thread_unsupported_request",
+        )
+    _check_edits(body.context_management)
     return ChatFields(
         max_tokens=body.max_tokens,
         stop=body.stop_sequences,
@@ -219,6 +252,19 @@ def _markers(body: CountTokensRequest) -> Iterator[tuple[str, Any]]:
     for where, place in places:
         if place.get("cache_control") is not None:
             yield f"{where}cache_control", place["cache_control"]
+
+
+def _check_edits(given: Any) -> None:
+    """Refuse `context_management` that would change a prompt."""
+    edits = given.get("edits") if isinstance(given, dict) else given
+    for edit in edits if isinstance(edits, list) else [edits]:
+        kind = edit.get("type") if isinstance(edit, dict) else edit
+        if kind is not None and not str(kind).startswith(DONE_EDITS):
+            raise _refuse(
+                "context_management",
+                f"context_management: {str(kind)[:64]!r} is not supported; nothing is ever "
+                "dropped from a prompt",
+            )
 
 
 def _user(role: str, blocks: list[dict[str, Any]], where: str) -> Iterator[Message]:

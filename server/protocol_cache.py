@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from radixkv.engine import namespace_of
 from radixkv.request import Namespace
 from radixkv.server.auth import make_namespace
 from radixkv.server.errors import ApiError
-from radixkv.server.protocol import Message
+from radixkv.server.field_limits import PinTtl, Tools
+from radixkv.server.protocol import Messages
 
 __all__ = ["FlushRequest", "PinRequest", "PromptFields", "SessionPinRequest", "WarmRequest"]
 
@@ -52,8 +54,8 @@ class PromptFields(PlaceFields, kw_only=True):
     """A prompt, as text or token ids, or as messages; exactly one of the two."""
 
     prompt: str | list[int] | None = None
-    messages: list[Message] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -62,20 +64,20 @@ class PinRequest(PromptFields, kw_only=True):
     """The body of `POST /admin/cache/pin`: a prompt, or the id of a session."""
 
     session: str | None = None
-    ttl_seconds: int | float | None = None
+    ttl_seconds: PinTtl | None = None
 
 
 class WarmRequest(PromptFields, kw_only=True):
     """The body of `POST /admin/cache/warm`; `ttl_seconds` pins what was computed."""
 
-    ttl_seconds: int | float | None = None
-    cache_priority: int | None = None
+    ttl_seconds: PinTtl | None = None
+    cache_priority: Annotated[int, Meta(ge=0, le=1_000)] | None = None
 
 
 class SessionPinRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /v1/sessions/{id}/pin`."""
 
-    ttl_seconds: int | float | None = None
+    ttl_seconds: PinTtl | None = None
 
 
 class FlushRequest(PlaceFields, kw_only=True):

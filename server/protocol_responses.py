@@ -8,41 +8,73 @@ from typing import Any
 import msgspec
 
 from radixkv.server.errors import ApiError
-from radixkv.server.protocol import ChatFields, FunctionCall, Message, Number, Part, ToolCall
+from radixkv.server.field_limits import (
+    CachePriority,
+    FrequencyPenalty,
+    LogitBias,
+    Logprobs,
+    MaxTokens,
+    Metadata,
+    MinP,
+    MinTokens,
+    Objects,
+    PinTtl,
+    Priority,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    StopTokenIds,
+    Temperature,
+    Timeout,
+    Tools,
+    TopK,
+    TopP,
+)
+from radixkv.server.protocol import ChatFields, FunctionCall, Message, Part, ToolCall
 
-__all__ = ["ResponsesRequest", "chat_choice", "chat_fields", "chat_tools", "input_messages"]
+__all__ = [
+    "ResponsesRequest",
+    "chat_choice",
+    "chat_fields",
+    "chat_tools",
+    "input_messages",
+    "is_reference",
+]
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 SHARED_FIELDS = (
-    "temperature", "top_p", "stream", "parallel_tool_calls", "top_k", "min_p", "seed", "stop",
-    "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "min_tokens", "ignore_eos", "priority", "timeout", "cache_priority", "cache_pin_ttl",
+    "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "top_k", "min_p",
+    "seed", "stop", "stop_token_ids", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "min_tokens", "ignore_eos", "priority", "timeout",
+    "cache_priority", "cache_pin_ttl",
 )  # fmt: skip
 # Fields whose meaning would be lost by ignoring them.
-UNSUPPORTED = ("background", "conversation", "prompt", "top_logprobs", "max_tool_calls")
+UNSUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation")
+LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /v1/responses`: OpenAI's fields, and those of chat that other servers add.
 
-    `reasoning`, `include`, `service_tier`, `safety_identifier` and `prompt_cache_key` are hints
-    that change nothing here.
+    `reasoning`, `service_tier`, `safety_identifier` and `prompt_cache_key` are hints that change
+    nothing here, and so is `include` but for log-probabilities. `max_tool_calls` limits tools that
+    run on a server, which there are none of.
     """
 
-    input: str | list[dict[str, Any]] | None = None
+    input: str | Objects | None = None
     model: str | None = None
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    max_output_tokens: Number | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
+    max_output_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     text: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     truncation: str | None = None
     reasoning: Any = None
     include: Any = None
@@ -54,23 +86,25 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
-    top_logprobs: Number | None = None
-    max_tool_calls: Number | None = None
-    top_k: Number | None = None
-    min_p: Number | None = None
-    seed: Number | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    repetition_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    logit_bias: dict[str, float] | None = None
-    min_tokens: Number | None = None
+    context_management: Any = None
+    moderation: Any = None
+    top_logprobs: Logprobs | None = None
+    max_tool_calls: MaxTokens | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: FrequencyPenalty | None = None
+    frequency_penalty: FrequencyPenalty | None = None
+    logit_bias: LogitBias | None = None
+    min_tokens: MinTokens | None = None
     ignore_eos: bool | None = None
-    priority: Number | None = None
-    timeout: Number | None = None
-    cache_priority: Number | None = None
-    cache_pin_ttl: Number | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
+    cache_priority: CachePriority | None = None
+    cache_pin_ttl: PinTtl | None = None
     cache_salt: str | None = None
 
 
@@ -86,8 +120,12 @@ def chat_fields(body: ResponsesRequest) -> ChatFields:
     if body.truncation not in (None, "disabled"):
         raise _refuse("truncation", "truncation must be 'disabled': nothing is ever dropped")
     fields = {name: getattr(body, name) for name in SHARED_FIELDS}
+    included = isinstance(body.include, list) and LOGPROBS in body.include
     return ChatFields(
-        max_tokens=body.max_output_tokens, response_format=_response_format(body.text), **fields
+        max_tokens=body.max_output_tokens,
+        response_format=_response_format(body.text),
+        logprobs=included or bool(body.top_logprobs),
+        **fields,
     )
 
 
@@ -117,11 +155,23 @@ def chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | N
     """
     if not isinstance(choice, dict):
         return choice
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        if isinstance(tools, list):
+            tools = [_chat_function(tool) for tool in tools]
+        allowed = {"mode": choice.get("mode"), "tools": tools}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
     if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
         raise _refuse(
             "tool_choice", 'tool_choice, as an object, must be {"type": "function", "name": …}'
         )
     return {"type": "function", "function": {"name": choice["name"]}}
+
+
+def is_reference(item: dict[str, Any]) -> bool:
+    """Return whether an input item stands for one of a stored response."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "id" in item and "role" not in item)
 
 
 def input_messages(given: str | list[dict[str, Any]] | None) -> list[Message]:
@@ -140,7 +190,7 @@ def input_messages(given: str | list[dict[str, Any]] | None) -> list[Message]:
     messages: list[Message] = []
     for i, item in enumerate(given):
         where = f"input[{i}]"
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if kind == "message":
             role = item.get("role")
             if not isinstance(role, str):
@@ -185,6 +235,13 @@ def _content(content: Any, where: str, field: str = "content") -> str | list[Par
             raise _refuse(f"{where}[{i}].text", f"{where}[{i}].text must be a text")
         parts.append(Part(type="text", text=part["text"]))
     return parts
+
+
+def _chat_function(tool: Any) -> Any:
+    """Return a tool of `tool_choice` as chat completions have it; what is malformed as it is."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    return {"type": "function", "function": {"name": tool.get("name")}}
 
 
 def _call(item: dict[str, Any], where: str) -> ToolCall:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from radixkv.request import SamplingParams
-from radixkv.server.dialogue import AnswerReader, Dialogue
+from radixkv.request import SamplingParams, TokenLogprob
+from radixkv.server.dialogue import Dialogue
 from radixkv.server.errors import ApiError, error_body
 from radixkv.server.protocol_responses import ResponsesRequest
-from radixkv.server.responses import usage_of
+from radixkv.server.responses import token_logprobs, usage_of
+from radixkv.server.state import ServerState
 from radixkv.server.tool_parsers import CallArguments, CallStart, TextPart, ToolEvent
 
 __all__ = ["ResponseBuilder"]
@@ -21,38 +22,54 @@ class ResponseBuilder:
 
     Every method that returns events has changed the response already: whoever wants no stream
     ignores them. Events are numbered in the order in which they are made.
+
+    Attributes:
+        response: as it is now; complete after `finish`.
     """
 
     def __init__(
-        self, dialogue: Dialogue, body: ResponsesRequest, params: SamplingParams, model: str
+        self,
+        dialogue: Dialogue,
+        body: ResponsesRequest,
+        params: SamplingParams,
+        state: ServerState,
     ) -> None:
         self._dialogue = dialogue
+        self._tokens = state.engine.tokenizer
+        self._block_size = state.engine.block_size if params.cache_pin_ttl is not None else None
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._texts: list[str] = []  # of the open item
+        self._logprobs: list[dict[str, Any]] = []  # of the open item
+        self._noted: list[dict[str, Any]] = []  # of tokens whose text is still to come
         self._number = 0
-        self._response: dict[str, Any] = {
+        self.response: dict[str, Any] = {
             "id": f"resp_{dialogue.generation.id}",
             "object": "response",
             "created_at": int(time.time()),
+            "completed_at": None,
             "status": "in_progress",
             "background": False,
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": params.max_tokens,
+            "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
-            "model": model,
+            "model": state.model_name,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": body.store is not False,
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}, **(body.text or {})},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
+            "top_logprobs": params.logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -61,23 +78,31 @@ class ResponseBuilder:
 
     def begin(self) -> list[dict[str, Any]]:
         """Return the events that tell that the request is accepted."""
-        shown = dict(self._response)
+        shown = dict(self.response)
         return [
             self._event("response.created", response=shown),
             self._event("response.in_progress", response=shown),
         ]
 
+    def note_logprobs(self, entries: Sequence[TokenLogprob]) -> None:
+        """Keep the log-probabilities of new tokens for the text that they are part of."""
+        if entries:
+            self._noted += token_logprobs(entries, self._tokens)
+
     def add(self, part: ToolEvent) -> Iterator[dict[str, Any]]:
         """Add a piece of content or of a call; iterate to the end for it to count."""
         if isinstance(part, TextPart):
+            logprobs, self._noted = self._noted, []
             if self._open is None or self._open["type"] != "message":
                 yield from self.close()
                 yield from self._open_message()
             self._texts.append(part.text)
+            self._logprobs += logprobs
             yield self._item_event(
-                "response.output_text.delta", content_index=0, delta=part.text, logprobs=[]
+                "response.output_text.delta", content_index=0, delta=part.text, logprobs=logprobs
             )
         elif isinstance(part, CallStart):
+            self._noted = []  # a call has no place for them
             yield from self.close()
             item = {
                 "type": "function_call",
@@ -89,42 +114,30 @@ class ResponseBuilder:
             }
             yield self._open_item(item)
         elif isinstance(part, CallArguments):
+            self._noted = []
             self._texts.append(part.text)
             yield self._item_event("response.function_call_arguments.delta", delta=part.text)
-
-    def add_all(self, reader: AnswerReader) -> None:
-        """Add a whole answer."""
-        parts: list[ToolEvent] = []
-        if content := reader.content():
-            parts.append(TextPart(content))
-        for i, call in enumerate(reader.calls):
-            parts.append(CallStart(i, call.id, call.name))
-            parts.append(CallArguments(i, "".join(call.arguments)))
-        for part in parts:
-            for _ in self.add(part):
-                pass
-        for _ in self.complete():
-            pass
 
     def complete(self) -> Iterator[dict[str, Any]]:
         """End the answer; one without any content has an empty message."""
         if not self._output:
             yield from self._open_message()
-        yield from self.close()
+        # What is open now was cut off, if the answer was.
+        yield from self.close(is_cut=self._dialogue.answers[0].finish_reason == "length")
 
-    def close(self) -> Iterator[dict[str, Any]]:
+    def close(self, *, is_cut: bool = False) -> Iterator[dict[str, Any]]:
         """End the open item, if there is one; iterate to the end for it to count."""
         item, text = self._open, "".join(self._texts)
         if item is None:
             return
-        # Cut off inside this item: it is the last one, since its end has come with the answer's.
-        is_cut = self._dialogue.answers[0].finish_reason == "length"
         item["status"] = "incomplete" if is_cut else "completed"
         if item["type"] == "message":
-            part = _text_part(text)
+            # An end token has no text, so nothing came after its log-probability.
+            logprobs = [*self._logprobs, *self._noted]
+            part = {**_text_part(text), "logprobs": logprobs}
             item["content"] = [part]
             yield self._item_event(
-                "response.output_text.done", content_index=0, text=text, logprobs=[]
+                "response.output_text.done", content_index=0, text=text, logprobs=logprobs
             )
             yield self._item_event("response.content_part.done", content_index=0, part=part)
         else:
@@ -136,21 +149,25 @@ class ResponseBuilder:
             "response.output_item.done", output_index=len(self._output) - 1, item=dict(item)
         )
         self._open = None
-        self._texts = []
+        self._texts, self._logprobs, self._noted = [], [], []
 
     def finish(self) -> dict[str, Any]:
         """Return the complete response, after `complete`."""
         (answer,) = self._dialogue.answers
         usage = usage_of([answer])
-        response = self._response
+        response = self.response
         response["output"] = self._output
         response["status"] = "completed"
+        response["completed_at"] = int(time.time())
         if answer.finish_reason == "length":
             response["status"] = "incomplete"
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            "input_tokens_details": {
+                **usage["prompt_tokens_details"],
+                "cache_write_tokens": answer.num_pinned_tokens(self._block_size),
+            },
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],

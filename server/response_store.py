@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,16 @@ class StoredResponse:
         """Its id."""
         return str(self.body["id"])
 
+    @property
+    def tenant(self) -> str:
+        """Who may see it."""
+        return self.namespace[0] if self.namespace else ""
+
+    def items(self) -> Iterator[dict[str, Any]]:
+        """Yield what it was given and what it answered, each with an id."""
+        yield from self.input_items
+        yield from self.body["output"]
+
 
 class ResponseStore:
     """The responses used latest, in memory: bounded by number and by the characters they hold.
@@ -52,6 +62,8 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_chars = max_chars
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        # By tenant and id: ids of input items are the clients' own.
+        self._items: dict[tuple[str, str], dict[str, Any]] = {}
         self.num_chars = 0
 
     def __len__(self) -> int:
@@ -61,9 +73,11 @@ class ResponseStore:
         """Keep a response; those used longest ago go if there are too many."""
         self._responses[response.id] = response
         self.num_chars += response.num_chars
+        for item in response.items():
+            self._items[response.tenant, item["id"]] = item
         while len(self._responses) > self._max_responses or self.num_chars > self._max_chars:
             _, dropped = self._responses.popitem(last=False)
-            self.num_chars -= dropped.num_chars
+            self._forget(dropped)
 
     def get(self, response_id: str, tenant: str, param: str) -> StoredResponse:
         """Return a tenant's response, and mark it used.
@@ -72,7 +86,7 @@ class ResponseStore:
             ApiError: 404, there is none such: never stored, deleted, dropped, another tenant's.
         """
         response = self._responses.get(response_id)
-        if response is None or (response.namespace[0] if response.namespace else "") != tenant:
+        if response is None or response.tenant != tenant:
             raise ApiError(
                 404,
                 f"There is no response {response_id[:64]!r}; it was not stored, or not used for "
@@ -83,7 +97,30 @@ class ResponseStore:
         self._responses.move_to_end(response_id)
         return response
 
+    def item(self, item_id: str, tenant: str, param: str) -> dict[str, Any]:
+        """Return an item of a tenant's responses, the latest with that id.
+
+        Raises:
+            ApiError: 404, no stored response has it.
+        """
+        item = self._items.get((tenant, item_id))
+        if item is None:
+            raise ApiError(
+                404,
+                f"There is no item {item_id[:64]!r} in the stored responses",
+                param=param,
+                code="item_not_found",
+            )
+        return item
+
     def delete(self, response: StoredResponse) -> None:
         """Forget a response."""
         if self._responses.pop(response.id, None) is not None:
-            self.num_chars -= response.num_chars
+            self._forget(response)
+
+    def _forget(self, response: StoredResponse) -> None:
+        self.num_chars -= response.num_chars
+        for item in response.items():
+            key = response.tenant, item["id"]
+            if self._items.get(key) is item:
+                del self._items[key]

@@ -13,7 +13,7 @@ from radixkv.server.generation import Answer
 from radixkv.server.protocol import StreamOptions
 from radixkv.server.tool_parsers import CallStart, TextPart, ToolEvent
 
-__all__ = ["ChatShape", "CompletionShape", "UsageMode", "usage_of"]
+__all__ = ["ChatShape", "CompletionShape", "UsageMode", "token_logprobs", "usage_of"]
 
 # JSON has no minus infinity; this is what other servers of this API send in its place.
 LOWEST_LOGPROB = -9999.0
@@ -254,7 +254,9 @@ def _delta_of(event: ToolEvent) -> dict[str, Any]:
     return {"tool_calls": [call]}
 
 
-def _chat_logprobs(entries: Iterable[TokenLogprob], tokens: TokenTexts) -> dict[str, Any]:
+def token_logprobs(entries: Iterable[TokenLogprob], tokens: TokenTexts) -> list[dict[str, Any]]:
+    """Return the log-probabilities of tokens as chat completions and responses show them."""
+
     def one(token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": tokens.token_str(token_id),
@@ -262,14 +264,17 @@ def _chat_logprobs(entries: Iterable[TokenLogprob], tokens: TokenTexts) -> dict[
             "bytes": list(tokens.token_bytes(token_id)),
         }
 
-    content = [
+    return [
         {
             **one(entry.token_id, entry.logprob),
             "top_logprobs": [one(i, logprob) for i, logprob in entry.top],
         }
         for entry in entries
     ]
-    return {"content": content, "refusal": None}
+
+
+def _chat_logprobs(entries: Iterable[TokenLogprob], tokens: TokenTexts) -> dict[str, Any]:
+    return {"content": token_logprobs(entries, tokens), "refusal": None}
 
 
 def _completion_logprobs(

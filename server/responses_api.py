@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: `/v1/responses`, whole or streamed, stored or not."""
+"""OpenAI's Responses API: `POST /v1/responses`, whole or streamed, and the count of its tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from radixkv.server.auth import make_namespace, tenant_of
 from radixkv.server.body import json_response, read_json
 from radixkv.server.dialogue import Dialogue
 from radixkv.server.errors import ApiError, api_error_from
-from radixkv.server.messages import join_content, template_tools
+from radixkv.server.history import encode_chat
+from radixkv.server.messages import join_content, template_messages, template_tools
 from radixkv.server.protocol import Message
 from radixkv.server.protocol_responses import (
     ResponsesRequest,
@@ -22,70 +23,69 @@ from radixkv.server.protocol_responses import (
     chat_fields,
     chat_tools,
     input_messages,
+    is_reference,
 )
 from radixkv.server.response_shapes import ResponseBuilder
 from radixkv.server.response_store import StoredResponse
 from radixkv.server.sampling import chat_sampling
 from radixkv.server.state import STATE, ServerState
-from radixkv.server.streaming import StreamStyle, stream_chunks
-from radixkv.server.tools import plan_tools
+from radixkv.server.streaming import StreamStyle, run_to_end, stream_chunks
+from radixkv.server.tools import ToolPlan, plan_tools
 
-__all__ = ["create_response", "delete_response", "get_response", "list_input_items"]
+__all__ = ["count_input_tokens", "create_response"]
 
 # Fields that a response object, or its list of input items, repeats.
 SHOWN = (
-    "input", "instructions", "max_output_tokens", "metadata", "previous_response_id", "text",
-    "tool_choice", "tools", "user",
+    "input", "instructions", "max_output_tokens", "max_tool_calls", "metadata",
+    "previous_response_id", "prompt_cache_key", "safety_identifier", "text", "tool_choice",
+    "tools", "top_logprobs", "user",
 )  # fmt: skip
 # What chat completions call otherwise.
 RENAMED = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "messages": "input",
+    "tool_choice.allowed_tools": "tool_choice",
 }
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
     """`POST /v1/responses`: answer an input, after the conversation of an earlier response."""
-    state = request.app[STATE]
-    config = state.config
-    body = await read_json(
-        request, ResponsesRequest, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s
-    )
-    state.check_model(body.model)
+    state, body = await _read(request)
     try:
         return await _answer(request, state, body)
     except (ApiError, RequestRejectedError) as error:
         raise _renamed(error if isinstance(error, ApiError) else api_error_from(error)) from error
 
 
-async def get_response(request: web.Request) -> web.Response:
-    """`GET /v1/responses/{id}`: a stored response."""
-    return json_response(_stored(request).body)
+async def count_input_tokens(request: web.Request) -> web.Response:
+    """`POST /v1/responses/input_tokens`: the tokens of the prompt such a request would have."""
+    state, body = await _read(request)
+    try:
+        chat_fields(body)  # refuses what would make another prompt
+        plan = _plan(state, body)
+        given = _resolved(request, state, body.input)
+        messages = _with_instructions(body, _conversation(request, state, body, given))
+        prompt = await encode_chat(
+            state.prompts,
+            state.history,
+            make_namespace(tenant_of(request), body.cache_salt),
+            template_messages(messages, supports_tools=state.prompts.supports_tools, field="input"),
+            plan.tools,
+        )
+    except (ApiError, RequestRejectedError) as error:
+        raise _renamed(error if isinstance(error, ApiError) else api_error_from(error)) from error
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
 
-async def delete_response(request: web.Request) -> web.Response:
-    """`DELETE /v1/responses/{id}`: forget a response; those that continue it keep its text."""
-    response = _stored(request)
-    request.app[STATE].responses.delete(response)
-    return json_response({"id": response.id, "object": "response", "deleted": True})
-
-
-async def list_input_items(request: web.Request) -> web.Response:
-    """`GET /v1/responses/{id}/input_items`: what a response was given, latest first."""
-    items = _stored(request).input_items[::-1]
-    if request.query.get("order") == "asc":
-        items.reverse()
-    ids = [item["id"] for item in items]
-    return json_response(
-        {
-            "object": "list",
-            "data": items,
-            "first_id": ids[0] if ids else None,
-            "last_id": ids[-1] if ids else None,
-            "has_more": False,
-        }
+async def _read(request: web.Request) -> tuple[ServerState, ResponsesRequest]:
+    state = request.app[STATE]
+    config = state.config
+    body = await read_json(
+        request, ResponsesRequest, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s
     )
+    state.check_model(body.model)
+    return state, body
 
 
 async def _answer(
@@ -94,26 +94,13 @@ async def _answer(
     _check_shown(body)
     params = chat_sampling(chat_fields(body), vocab_size=state.engine.vocab_size)
     namespace = make_namespace(tenant_of(request), body.cache_salt)
-    tools = chat_tools(body.tools)
-    plan = plan_tools(
-        state.tools,
-        template_tools(tools),
-        chat_choice(body.tool_choice),
-        body.parallel_tool_calls,
-    )
-    conversation = input_messages(body.input)
-    if not conversation:
-        raise ApiError(400, "input must not be empty", param="input", code="invalid_value")
-    if body.previous_response_id is not None:
-        previous = state.responses.get(
-            body.previous_response_id, tenant_of(request), "previous_response_id"
-        )
-        conversation = [*previous.messages, *conversation]
-    system = [Message(role="system", content=body.instructions)] if body.instructions else []
+    plan = _plan(state, body)
+    given = _resolved(request, state, body.input)
+    conversation = _conversation(request, state, body, given)
     dialogue = await Dialogue.begin(
-        request, [*system, *conversation], plan, params, namespace, param="input"
+        request, _with_instructions(body, conversation), plan, params, namespace, param="input"
     )
-    builder = ResponseBuilder(dialogue, body, params, state.model_name)
+    builder = ResponseBuilder(dialogue, body, params, state)
 
     def finish() -> dict[str, Any]:
         response = builder.finish()
@@ -121,20 +108,19 @@ async def _answer(
             answer = dialogue.readers[0].message()
             messages = [*conversation, answer]
             chars = sum(len(join_content(m.content, "input")) for m in messages)
-            items = _input_items(body.input)
+            items = _input_items(given)
             state.responses.put(StoredResponse(namespace, response, items, messages, chars))
         return response
 
+    events = _events(dialogue, builder, finish)
     try:
         if body.stream:
             style = StreamStyle(error=builder.error_event, named=True, done=b"")
-            return await stream_chunks(
-                request, state.config, _events(dialogue, builder, finish), style
-            )
-        await dialogue.run(request)
-        builder.add_all(dialogue.readers[0])
-        return json_response(finish())
+            return await stream_chunks(request, state.config, events, style)
+        await run_to_end(request, state.config, events)
+        return json_response(builder.response)
     finally:
+        await events.aclose()
         dialogue.close()
 
 
@@ -143,13 +129,62 @@ async def _events(
 ) -> AsyncGenerator[dict[str, Any], None]:
     for event in builder.begin():
         yield event
-    async for _, _, parts in dialogue:
+    async for _, output, parts in dialogue:
+        builder.note_logprobs(output.logprobs or ())
         for part in parts:
             for event in builder.add(part):
                 yield event
     for event in builder.complete():
         yield event
     yield builder.end_event(finish())
+
+
+def _plan(state: ServerState, body: ResponsesRequest) -> ToolPlan:
+    return plan_tools(
+        state.tools,
+        template_tools(chat_tools(body.tools)),
+        chat_choice(body.tool_choice),
+        body.parallel_tool_calls,
+    )
+
+
+def _resolved(
+    request: web.Request, state: ServerState, given: str | list[dict[str, Any]] | None
+) -> str | list[dict[str, Any]] | None:
+    """Return an input with the items that its references stand for."""
+    if not isinstance(given, list):
+        return given
+    tenant = tenant_of(request)
+    return [
+        state.responses.item(str(item.get("id")), tenant, f"input[{i}].id")
+        if is_reference(item)
+        else item
+        for i, item in enumerate(given)
+    ]
+
+
+def _conversation(
+    request: web.Request,
+    state: ServerState,
+    body: ResponsesRequest,
+    given: str | list[dict[str, Any]] | None,
+) -> list[Message]:
+    """Return the conversation up to this request's answer, without instructions."""
+    conversation = input_messages(given)
+    if not conversation:
+        raise ApiError(400, "input must not be empty", param="input", code="invalid_value")
+    if body.previous_response_id is not None:
+        previous = state.responses.get(
+            body.previous_response_id, tenant_of(request), "previous_response_id"
+        )
+        conversation = [*previous.messages, *conversation]
+    return conversation
+
+
+def _with_instructions(body: ResponsesRequest, conversation: list[Message]) -> list[Message]:
+    if not body.instructions:
+        return conversation
+    return [Message(role="system", content=body.instructions), *conversation]
 
 
 def _check_shown(body: ResponsesRequest) -> None:
@@ -172,16 +207,9 @@ def _check_shown(body: ResponsesRequest) -> None:
 
 def _renamed(error: ApiError) -> ApiError:
     """Return the error with the field as this API calls it."""
-    name = (error.param or "").partition("[")[0]
-    if error.param is None or name not in RENAMED:
-        return error
-    return error.rename_param(error.param, error.param.replace(name, RENAMED[name], 1))
-
-
-def _stored(request: web.Request) -> StoredResponse:
-    return request.app[STATE].responses.get(
-        request.match_info["response_id"], tenant_of(request), "response_id"
-    )
+    param = error.param or ""
+    name = next((n for n in RENAMED if param == n or param.startswith((f"{n}[", f"{n}."))), None)
+    return error if name is None else error.rename_param(param, RENAMED[name] + param[len(name) :])
 
 
 def _input_items(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -189,4 +217,10 @@ def _input_items(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any
     if isinstance(given, str):
         part = {"type": "input_text", "text": given}
         given = [{"type": "message", "role": "user", "content": [part]}]
-    return [{"type": "message", "id": f"item_{uuid.uuid4().hex}", **i} for i in given or ()]
+    items = []
+    for item in given or ():
+        item = {**item, "type": item.get("type") or "message"}
+        if not isinstance(item.get("id"), str):
+            item["id"] = f"item_{uuid.uuid4().hex}"
+        items.append(item)
+    return items

@@ -23,7 +23,7 @@ MAX_LOGPROBS = 20
 UNSUPPORTED = ("prompt_logprobs",)
 # Beam search draws nothing; these are the values that say so.
 BEAM_NEUTRAL = {"temperature": (0,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
-CHAT_UNSUPPORTED = ("functions", "function_call", "audio")
+CHAT_UNSUPPORTED = ("functions", "function_call", "audio", "web_search_options", "moderation")
 
 
 def chat_sampling(body: ChatFields, *, vocab_size: int) -> SamplingParams:

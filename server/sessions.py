@@ -6,135 +6,37 @@ and can wedge nothing; if its blocks were evicted, its next turn computes them a
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from radixkv.request import Namespace
 from radixkv.server.errors import ApiError
-from radixkv.server.generation import Generation
-from radixkv.server.messages import TemplateMessage
+from radixkv.server.session_state import Session, SessionRecord, Turn, session_deleted
 
-__all__ = ["Session", "SessionStore", "Turn"]
+if TYPE_CHECKING:
+    from radixkv.server.session_saver import SessionSaver
 
+__all__ = ["OWN_PREFIX", "Session", "SessionStore", "Turn", "session_deleted", "session_not_found"]
+
+# What ids begin with that the server makes; clients can't choose such names.
+OWN_PREFIX = "sess_"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:@-]{0,127}")
 # Expired sessions looked at per call, so that no single request pays for thousands of them.
 SWEEP_LIMIT = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Where the history stood after one answered turn.
-
-    Attributes:
-        num_messages: messages up to and with the answer.
-        num_tokens: token ids up to and with the answer.
-        ended_by_token: the last of these ids is an end token, not text.
-    """
-
-    num_messages: int
-    num_tokens: int
-    ended_by_token: bool = False
-
-
-@dataclass(slots=True)
-class Session:
-    """One conversation, kept as text and as the very ids that the model saw and produced.
-
-    Attributes:
-        id: "sess_" and 32 hex digits.
-        namespace: the cache namespace, fixed at creation; its tenant owns the session.
-        messages: the history in the template's form, the system prompt not included.
-        token_ids: int32 ids of every turn; empty before the first.
-        turns: one mark per answered turn.
-        busy: a turn is being answered.
-        active: the running generation of that turn, once the engine accepted it.
-        deleted: set by `SessionStore.delete`; a running turn then must not commit.
-        pin_id: the pin made of it last, which may be gone.
-    """
-
-    id: str
-    namespace: Namespace
-    created: int
-    parent: str | None = None
-    system: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    metadata: dict[str, str] = field(default_factory=dict)
-    messages: list[TemplateMessage] = field(default_factory=list)
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    turns: list[Turn] = field(default_factory=list)
-    busy: bool = False
-    active: Generation | None = None
-    deleted: bool = False
-    last_used: float = 0.0
-    pin_id: int | None = None
-
-    @property
-    def tenant(self) -> str:
-        """The tenant that made the session."""
-        return self.namespace[0] if self.namespace else ""
-
-    def begin_turn(self) -> None:
-        """Take the session for one turn.
-
-        Raises:
-            ApiError: 409, when another turn is being answered.
-        """
-        if self.busy:
-            raise ApiError(
-                409,
-                "Another turn of this session is being answered; wait for it or fork the session",
-                code="session_busy",
-            )
-        self.busy = True
-
-    def commit_turn(
-        self,
-        messages: Sequence[TemplateMessage],
-        prompt_ids: Sequence[int],
-        ids: Sequence[int],
-        *,
-        ended_by_token: bool,
-    ) -> Turn:
-        """Append an answered turn: its messages with the answer, and all ids up to its end.
-
-        Args:
-            messages: the new messages, the assistant's answer last.
-            prompt_ids: the whole prompt of the turn; replaces the ids kept so far.
-            ids: the ids of the answer.
-            ended_by_token: the last of `ids` is an end token.
-
-        Raises:
-            ApiError: 409, when the session was deleted meanwhile.
-        """
-        if self.deleted:
-            raise session_deleted()
-        self.token_ids = array("i", prompt_ids)
-        self.token_ids.extend(array("i", ids))
-        self.messages.extend(messages)
-        turn = Turn(len(self.messages), len(self.token_ids), ended_by_token)
-        self.turns.append(turn)
-        return turn
-
-    def end_turn(self) -> None:
-        """Give the session back, whether or not the turn was committed."""
-        self.busy = False
-        self.active = None
-
-    def history(self) -> list[TemplateMessage]:
-        """Return the system prompt and every message so far, as a new list."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.messages]
+# How far the time of the last use on the disk may lag behind, for sessions that are only read.
+TOUCH_LAG_S = 60.0
 
 
 class SessionStore:
-    """All sessions, in memory, least recently used first.
+    """All sessions, in memory, least recently used first; with a saver, on disk as well.
 
     Bounded: at `max_sessions` a new one is refused rather than an old one thrown away. Sessions
-    idle for `idle_s` are dropped lazily, a few per call. Not thread-safe: event loop only.
+    that were idle for `idle_s`, and whose pin has run out, are dropped. Whoever changes a session
+    says so by `changed`. Not thread-safe: event loop only.
     """
 
     def __init__(
@@ -142,31 +44,70 @@ class SessionStore:
         *,
         max_sessions: int,
         idle_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
+        saver: SessionSaver | None = None,
+        vocabulary: bytes = b"",
+        model: str = "",
     ) -> None:
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        """Make a store; `restore` fills it.
+
+        Args:
+            max_sessions: held at most.
+            idle_s: seconds after which an unused one is dropped.
+            clock: seconds since 1970, since times outlive the process.
+            saver: writes changes down; None keeps sessions in memory only.
+            vocabulary, model: of new sessions, see `SessionRecord`.
+        """
+        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._max_sessions = max_sessions
         self._idle_s = idle_s
         self._clock = clock
+        self._saver = saver
+        self._vocabulary = vocabulary
+        self._model = model
+        self._started = clock()
+        self._written: dict[tuple[str, str], float] = {}  # last use as it is on the disk
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        """Iterate over all tenants' sessions, most recently used first."""
+        return (s for s in reversed(self._sessions.values()) if not self._expired(s))
+
+    def restore(self, records: Iterable[SessionRecord]) -> None:
+        """Take over what was written down before a restart, however long that was.
+
+        More than `max_sessions` are kept, too; a pin has to be made anew, see `Session.pin_ttl_s`.
+        """
+        for record in sorted(records, key=lambda record: record.last_used):
+            session = Session.restored(record)
+            self._sessions[session.key] = session
+            self._written[session.key] = session.last_used
 
     def create(
         self,
         namespace: Namespace,
         *,
+        session_id: str | None = None,
         system: str | None = None,
         tools: list[dict[str, Any]] | None = None,
         metadata: dict[str, str] | None = None,
         parent: str | None = None,
+        save: bool = True,
     ) -> Session:
         """Return a new session without turns.
+
+        Args:
+            namespace: of the cache; its tenant owns the session.
+            session_id: a name that `find` didn't know; None makes one up.
+            system, tools, metadata, parent: see `Session`.
+            save: False waits for the first `changed` before it is written down.
 
         Raises:
             ApiError: 429, when the store is full.
         """
-        self._sweep(SWEEP_LIMIT)
+        self.sweep(SWEEP_LIMIT)
         if len(self._sessions) >= self._max_sessions:
             raise ApiError(
                 429,
@@ -175,17 +116,22 @@ class SessionStore:
                 code="too_many_sessions",
                 headers={"Retry-After": "60"},
             )
+        now = self._clock()
         session = Session(
-            id=f"sess_{secrets.token_hex(16)}",
+            id=session_id or f"{OWN_PREFIX}{secrets.token_hex(16)}",
             namespace=namespace,
-            created=int(time.time()),
+            created=now,
+            vocabulary=self._vocabulary,
+            model=self._model,
             parent=parent,
             system=system,
             tools=tools,
             metadata=metadata or {},
-            last_used=self._clock(),
+            last_used=now,
         )
-        self._sessions[session.id] = session
+        self._sessions[session.key] = session
+        if save:
+            self.changed(session)
         return session
 
     def get(self, session_id: str, tenant: str) -> Session:
@@ -194,35 +140,55 @@ class SessionStore:
         Raises:
             ApiError: 404, when there is none such: never made, deleted, expired, another tenant's.
         """
-        self._sweep(SWEEP_LIMIT)
-        session = self._sessions.get(session_id)
-        if session is not None and self._expired(session):
-            del self._sessions[session_id]
-            session = None
-        if session is None or session.tenant != tenant:
-            raise ApiError(
-                404,
-                f"There is no session {session_id[:64]!r}; it may have expired",
-                param="session_id",
-                code="session_not_found",
-            )
+        session = self.find(session_id, tenant)
+        if session is None:
+            raise session_not_found(session_id)
+        return session
+
+    def find(self, session_id: str, tenant: str) -> Session | None:
+        """Return a session of `tenant` and mark it used; None if there is none such."""
+        self.sweep(SWEEP_LIMIT)
+        session = self._sessions.get((tenant, session_id))
+        if session is None:
+            return None
+        if self._expired(session):
+            self._forget(session)
+            return None
         self.touch(session)
         return session
 
     def touch(self, session: Session) -> None:
         """Mark a session used, so that it expires later. O(1)."""
         session.last_used = self._clock()
-        if session.id in self._sessions:
-            self._sessions.move_to_end(session.id)
+        if session.key in self._sessions:
+            self._sessions.move_to_end(session.key)
+
+    def changed(self, session: Session) -> None:
+        """Mark a session used, and have it written down as it is now."""
+        self.touch(session)
+        self._save(session)
+
+    async def saved(self, session: Session) -> bool | None:
+        """Wait until the latest change of a session is on the disk, but not for long.
+
+        Returns:
+            False if the disk is too slow or fails: it is tried again later. None if sessions are
+            kept in memory only.
+        """
+        return None if self._saver is None else await self._saver.saved(session.key)
 
     def list(self, tenant: str) -> list[Session]:
         """Return the tenant's sessions, most recently used first. O(sessions)."""
-        self._sweep(SWEEP_LIMIT)
-        return [
-            session
-            for session in reversed(self._sessions.values())
-            if session.tenant == tenant and not self._expired(session)
-        ]
+        self.sweep(SWEEP_LIMIT)
+        return [session for session in self if session.tenant == tenant]
+
+    def expires_at(self, session: Session) -> float:
+        """Return when the session is dropped unless it is used; a restart counts as a use."""
+        return max(max(session.last_used, self._started) + self._idle_s, session.pinned_until)
+
+    def is_foreign(self, session: Session) -> bool:
+        """Whether the ids of the session mean something else in the model that is served now."""
+        return bool(session.turns) and session.vocabulary != self._vocabulary
 
     def fork(
         self, session: Session, *, at_turn: int | None, metadata: dict[str, str] | None
@@ -235,54 +201,128 @@ class SessionStore:
         Raises:
             ApiError: 400 for a turn that does not exist, 429 when the store is full.
         """
-        count = len(session.turns) if at_turn is None else at_turn
-        if not 0 <= count <= len(session.turns):
-            raise ApiError(
-                400,
-                f"at_turn must be between 0 and {len(session.turns)}, got {count}",
-                param="at_turn",
-                code="invalid_value",
-            )
+        count = _checked_turn(session, "at_turn", at_turn)
         child = self.create(
             session.namespace,
             system=session.system,
             tools=session.tools,
             metadata=dict(session.metadata) if metadata is None else metadata,
             parent=session.id,
+            save=False,
         )
-        if count:
-            last = session.turns[count - 1]
-            child.turns = session.turns[:count]
-            child.messages = session.messages[: last.num_messages]
-            child.token_ids = session.token_ids[: last.num_tokens]
+        child.turns = session.turns[:count]
+        child.vocabulary, child.model = session.vocabulary, session.model
+        self.changed(child)
         return child
+
+    def roll_back(self, session: Session, *, to_turn: int) -> None:
+        """Take a session back to its state after `to_turn` turns; the later ones are gone.
+
+        Raises:
+            ApiError: 400 for a turn that does not exist, 409 while a turn is being answered.
+        """
+        count = _checked_turn(session, "to_turn", to_turn)
+        session.end_turn(session.begin_turn())
+        del session.turns[count:]
+        session.drafts.clear()
+        self.changed(session)
+
+    def pinned(self, session: Session, pin_id: int | None, ttl_s: float | None) -> None:
+        """Note a session's pin, or with None that it has none any more."""
+        session.pin_id, session.pin_ttl_s = pin_id, ttl_s
+        session.pinned_until = 0.0 if ttl_s is None else self._clock() + ttl_s
+        self.changed(session)
+
+    def wants_pin(self, session: Session) -> bool:
+        """Whether a session was pinned for longer than until now, and a restart took the pin."""
+        return session.pin_id is None and session.pinned_until > self._clock()
+
+    def answered(self, session: Session) -> None:
+        """Note that a turn was committed, which has used the pin, too."""
+        if session.pin_id is not None and session.pin_ttl_s is not None:
+            session.pinned_until = self._clock() + session.pin_ttl_s
+        session.vocabulary, session.model = self._vocabulary, self._model
+        self.changed(session)
 
     def delete(self, session: Session) -> None:
         """Forget a session and abort its running turn."""
-        self._sessions.pop(session.id, None)
+        self._forget(session)
         session.deleted = True
         if session.active is not None:
             session.active.abort(session_deleted())
 
+    def sweep(self, limit: int | None = None) -> int:
+        """Drop what has expired among the `limit` sessions unused for longest; return how many."""
+        expired = []
+        for index, session in enumerate(self._sessions.values()):
+            if index == limit:
+                break
+            if self._expired(session):
+                expired.append(session)
+            elif not session.busy and session.pinned_until <= self._clock():
+                break  # those behind it were used later
+        for session in expired:
+            self._forget(session)
+        return len(expired)
+
+    def save_uses(self, lag_s: float = TOUCH_LAG_S) -> None:
+        """Write down when sessions were used, where the disk lags behind by more than `lag_s`."""
+        if self._saver is None:
+            return
+        for session in reversed(self._sessions.values()):
+            written = self._written.get(session.key)
+            if written is not None and session.last_used - written > lag_s:
+                self._save(session)
+
+    def _save(self, session: Session) -> None:
+        if self._saver is not None and session.key in self._sessions:
+            self._written[session.key] = session.last_used
+            self._saver.put(session.key, session.record())
+
+    def _forget(self, session: Session) -> None:
+        if self._sessions.get(session.key) is not session:
+            return
+        del self._sessions[session.key]
+        if self._written.pop(session.key, None) is not None and self._saver is not None:
+            self._saver.put(session.key, None)
+
     def _expired(self, session: Session) -> bool:
-        return not session.busy and self._clock() - session.last_used >= self._idle_s
-
-    def _sweep(self, limit: int) -> None:
-        for _ in range(limit):
-            if not self._sessions:
-                return
-            oldest = next(iter(self._sessions.values()))
-            if oldest.busy:
-                # In use, so not idle; out of the way of those behind it.
-                self.touch(oldest)
-            elif self._expired(oldest):
-                del self._sessions[oldest.id]
-            else:
-                return
+        return not session.busy and self._clock() >= self.expires_at(session)
 
 
-def session_deleted() -> ApiError:
-    """Return the error of a turn whose session was deleted while it was being answered."""
+def session_not_found(session_id: str) -> ApiError:
+    """Return the error of an id that stands for no session of the caller."""
     return ApiError(
-        409, "The session was deleted while this turn was being answered", code="session_deleted"
+        404,
+        f"There is no session {session_id[:64]!r}; it may have expired",
+        param="session_id",
+        code="session_not_found",
     )
+
+
+def check_name(session_id: str) -> None:
+    """Refuse an id that can't be a session's.
+
+    Raises:
+        ApiError: 400.
+    """
+    if NAME.fullmatch(session_id) is None:
+        raise ApiError(
+            400,
+            "session_id must have 1 to 128 letters, digits and characters of ._~:@- and begin "
+            "with a letter or digit",
+            param="session_id",
+            code="invalid_value",
+        )
+
+
+def _checked_turn(session: Session, name: str, turn: int | None) -> int:
+    count = len(session.turns) if turn is None else turn
+    if not 0 <= count <= len(session.turns):
+        raise ApiError(
+            400,
+            f"{name} must be between 0 and {len(session.turns)}, got {count}",
+            param=name,
+            code="invalid_value",
+        )
+    return count

@@ -8,15 +8,21 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from radixkv.server.api_keys import KeyRing
 from radixkv.server.config import ServerConfig
+from radixkv.server.cors import BrowserRules
 from radixkv.server.errors import ApiError
 from radixkv.server.history import AnswerHistory
+from radixkv.server.limits import RateLimits
 from radixkv.server.metrics import Metrics
 from radixkv.server.prompts import PromptBuilder
 from radixkv.server.request_ids import RequestIds
+from radixkv.server.request_log import RequestLog
 from radixkv.server.response_store import ResponseStore
 from radixkv.server.sessions import SessionStore
+from radixkv.server.timeline import Timeline
 from radixkv.server.tool_parsers import FAMILIES, ToolFamily
+from radixkv.server.tracing import RequestTracer
 
 if TYPE_CHECKING:
     from radixkv.engine import AsyncEngine
@@ -65,10 +71,16 @@ class ServerState:
     prompts: PromptBuilder
     sessions: SessionStore
     lifecycle: Lifecycle
+    timeline: Timeline
     tools: ToolFamily = FAMILIES["generic"]
     request_ids: RequestIds = field(default_factory=RequestIds)
     history: AnswerHistory = field(default_factory=AnswerHistory)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    requests: RequestLog = field(default_factory=RequestLog)
+    tracer: RequestTracer | None = None
+    keys: KeyRing = field(default_factory=KeyRing)
+    limits: RateLimits = field(default_factory=RateLimits)
+    browsers: BrowserRules = field(default_factory=BrowserRules)
 
     def check_model(self, model: str | None) -> None:
         """Refuse a model that is not served; None stands for the one that is.

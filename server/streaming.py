@@ -14,6 +14,7 @@ from aiohttp import web
 
 from radixkv.server.config import ServerConfig
 from radixkv.server.errors import ApiError, error_body
+from radixkv.server.scope import current_scope
 
 __all__ = [
     "OPENAI_STREAM",
@@ -72,6 +73,7 @@ class EventStream:
         self._request = request
         self._stall_s = config.max_stream_stall_s
         self._last_write = asyncio.get_running_loop().time()
+        self._scope = current_scope()
         self._keepalive: asyncio.Task[None] | None = None
         if config.keepalive_s:
             self._keepalive = asyncio.create_task(self._keep_alive(config.keepalive_s))
@@ -130,6 +132,8 @@ class EventStream:
             raise ClientGoneError("the reader stalled") from error
         except ConnectionError as error:
             raise ClientGoneError("the reader hung up") from error
+        if self._scope is not None:
+            self._scope.body_bytes += len(data)
         self._last_write = asyncio.get_running_loop().time()
 
     async def _end(self) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from aiohttp import web
 
 from radixkv.server.auth import make_namespace, tenant_of
 from radixkv.server.body import json_response, read_json
 from radixkv.server.errors import ApiError
+from radixkv.server.field_limits import Tools
 from radixkv.server.history import encode_chat
 from radixkv.server.messages import template_messages, template_tools
-from radixkv.server.protocol import Message
+from radixkv.server.protocol import Messages
 from radixkv.server.state import STATE
 
 __all__ = ["detokenize", "tokenize"]
@@ -23,9 +22,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     cache_salt: str | None = None
@@ -54,6 +54,7 @@ async def tokenize(request: web.Request) -> web.Response:
             template_messages(body.messages, supports_tools=state.prompts.supports_tools),
             template_tools(body.tools),
             add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final=bool(body.continue_final_message),
         )
         ids = prompt.ids
     elif body.prompt is not None and body.messages is None:

@@ -148,7 +148,12 @@ class ToolParser:
     """
 
     def __init__(
-        self, family: ToolFamily, names: Collection[str], *, max_calls: int | None = None
+        self,
+        family: ToolFamily,
+        names: Collection[str],
+        *,
+        max_calls: int | None = None,
+        only_named: bool = False,
     ) -> None:
         """Parse an answer.
 
@@ -156,10 +161,12 @@ class ToolParser:
             family: the syntax.
             names: of the request's tools.
             max_calls: calls after so many are dropped; None is no limit.
+            only_named: calls of other tools are content, behind a marker, too.
         """
         self._family = family
         self._names = names
         self._max_calls = max_calls
+        self._only_named = only_named
         self._markers = (*family.begins, *family.ends)
         self._state: Callable[[list[ToolEvent]], bool] = self._in_text
         self._held = ""
@@ -289,7 +296,8 @@ class ToolParser:
         self._held = held[used:]
         scanner = self._scanner
         if scanner.name is not None and not self._told and not scanner.failed:
-            if self._marked or self._num_calls or scanner.name in self._names:
+            known = scanner.name in self._names
+            if known or (not self._only_named and (self._marked or self._num_calls)):
                 self._told = True
                 events.append(CallStart(self._num_calls, self._family.new_id(), scanner.name))
             else:

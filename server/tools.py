@@ -43,14 +43,14 @@ class ToolPlan:
         family: the syntax of calls.
         tools: in the template's form; None if there are none.
         choice: "none" reads no calls in the answer, "required" allows nothing else.
-        named: the one function that must be called.
+        allowed: the functions that may be called, where not all may.
         parallel: whether an answer may have several calls.
     """
 
     family: ToolFamily
     tools: list[dict[str, Any]] | None = None
     choice: ToolChoice = "auto"
-    named: str | None = None
+    allowed: frozenset[str] | None = None
     parallel: bool = True
 
     @property
@@ -62,8 +62,13 @@ class ToolPlan:
         """Return what finds calls in one answer; None if it may have none."""
         if not self.active:
             return None
-        names = [tool["function"]["name"] for tool in self.tools or ()]
-        return ToolParser(self.family, names, max_calls=None if self.parallel else 1)
+        names = self.allowed or [tool["function"]["name"] for tool in self.tools or ()]
+        return ToolParser(
+            self.family,
+            names,
+            max_calls=None if self.parallel else 1,
+            only_named=self.allowed is not None,
+        )
 
     def apply(self, params: SamplingParams, engine: AsyncEngine) -> SamplingParams:
         """Return `params` under which the engine's answers follow the plan.
@@ -100,7 +105,7 @@ class ToolPlan:
         rules, names = [], []
         for i, tool in enumerate(self.tools or ()):
             function = tool["function"]
-            if self.named in (None, function["name"]):
+            if self.allowed is None or function["name"] in self.allowed:
                 names.append(f"tool_{i}")
                 rules += _call_rules(engine, family, function, i)
         begin, end = (_marker(engine, marks) for marks in (family.begins, family.ends))
@@ -110,8 +115,7 @@ class ToolPlan:
             one = f"{begin} {line_break} {one} {line_break} {end}"
         elif family.name_end is not None:
             one = f"{begin} {one}"
-        several = self.parallel and self.named is None
-        calls = f"one ({between} one)~0..{MAX_FORCED_CALLS - 1}" if several else "one"
+        calls = f"one ({between} one)~0..{MAX_FORCED_CALLS - 1}" if self.parallel else "one"
         if family.array:
             calls = f"{begin} {_text('[')} {calls} {_text(']')}"
         lines = [f"calls: {calls}", f"one: {one}", *rules]
@@ -143,22 +147,25 @@ def plan_tools(
     Raises:
         ApiError: 400; `param` names the field.
     """
-    named = None
-    if isinstance(choice, dict):
-        named = named_choice(choice)
-        choice = "required"
+    allowed = None
+    names = _check_tools(tools or ())
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, allowed = _allowed_choice(choice)
+    elif isinstance(choice, dict):
+        allowed = frozenset({named_choice(choice)})
+        choice, parallel = "required", False
     if choice not in (None, "none", "auto", "required"):
         raise _refuse(
             "tool_choice",
             "tool_choice must be 'none', 'auto', 'required' or a function, "
             f"got {str(choice)[:64]!r}",
         )
-    names = _check_tools(tools or ())
     if choice == "required" and not names:
         raise _refuse("tool_choice", "tool_choice wants a call, but there are no tools")
-    if named is not None and named not in names:
-        raise _refuse("tool_choice", f"tool_choice names {named[:64]!r}, which is not in tools")
-    return ToolPlan(family, tools, choice or "auto", named, parallel is not False)  # type: ignore[arg-type]
+    for name in sorted(allowed or ()):
+        if name not in names:
+            raise _refuse("tool_choice", f"tool_choice names {name[:64]!r}, which is not in tools")
+    return ToolPlan(family, tools, choice or "auto", allowed, parallel is not False)  # type: ignore[arg-type]
 
 
 def named_choice(choice: dict[str, Any]) -> str:
@@ -167,14 +174,45 @@ def named_choice(choice: dict[str, Any]) -> str:
     Raises:
         ApiError: 400, it names none.
     """
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
+    name = _function_name(choice)
+    if name is None:
         raise _refuse(
             "tool_choice",
             'tool_choice, as an object, must be {"type": "function", "function": {"name": …}}',
         )
     return name
+
+
+def _allowed_choice(choice: dict[str, Any]) -> tuple[str, frozenset[str]]:
+    """Return the mode and the functions of a `tool_choice` of type "allowed_tools".
+
+    Raises:
+        ApiError: 400, it is malformed, or allows none.
+    """
+    given = choice.get("allowed_tools")
+    given = given if isinstance(given, dict) else {}
+    mode, tools = given.get("mode"), given.get("tools")
+    if mode not in ("auto", "required"):
+        raise _refuse(
+            "tool_choice.allowed_tools.mode",
+            "tool_choice.allowed_tools.mode must be 'auto' or 'required'",
+        )
+    names = [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
+    if not names or None in names:
+        raise _refuse(
+            "tool_choice.allowed_tools.tools",
+            "tool_choice.allowed_tools.tools must be a list of functions, and not empty",
+        )
+    return mode, frozenset(name for name in names if name is not None)
+
+
+def _function_name(value: Any) -> str | None:
+    """Return the name in `{"type": "function", "function": {"name": …}}`; None if it is no such."""
+    if not isinstance(value, dict) or value.get("type") != "function":
+        return None
+    function = value.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _check_tools(tools: Sequence[dict[str, Any]]) -> set[str]:

@@ -170,6 +170,13 @@ class LockedTree:
             freed += self._evict_from(leaf, num_blocks - freed)
         return freed
 
+    def drop_end(self, leaf: Node, num_blocks: int) -> int:
+        """Free the last `num_blocks` blocks of an unlocked leaf; return how many became free.
+
+        Cost: O(log leaves + blocks).
+        """
+        return self._evict_from(leaf, num_blocks)
+
     def split(self, node: Node, num_blocks: int) -> Node:
         """Cut a run and return its upper part."""
         self.evictor.discard(node)

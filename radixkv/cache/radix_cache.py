@@ -268,6 +268,26 @@ class RadixCache(LockedTree):
         for observer in self.observers:
             observer.on_stored(tail, 0, 1)
 
+    def shorten(self, leaf: Node, tokens: bytes) -> None:
+        """Make the last block of an unlocked leaf a tail of fewer tokens.
+
+        Args:
+            leaf: a run or a tail.
+            tokens: of the block, those that stay; at least one, and not all.
+        """
+        block_id, priority, parent = leaf.block_ids[-1], leaf.priority, leaf.parent
+        assert parent is not None
+        self.pool.share(block_id)
+        if leaf.num_blocks > 1:
+            self.drop_end(leaf, 1)
+            self._add_lock(node := leaf)
+        else:
+            # Held, since it may have nothing but this leaf.
+            self._add_lock(node := parent)
+            self.drop_end(leaf, 1)
+        self.keep_tail(node, tokens, block_id, priority)
+        self.release_hold(node)
+
     def take_tail(self, tail: Node) -> int:
         """Take a tail out of the tree; return its block, which the caller now holds."""
         block_id = tail.block_ids[0]

@@ -11,6 +11,8 @@ from radixkv.request import Namespace
 __all__ = ["CacheStats", "NamespaceStats", "Window"]
 
 MAX_NAMESPACES = 1000
+WINDOWS_S = {"1m": 60, "5m": 300, "1h": 3600}
+MAX_BUCKETS = 300
 
 
 @dataclass(slots=True)
@@ -23,20 +25,21 @@ class NamespaceStats:
 
 
 class Window:
-    """Sums over the last `seconds`, to a second's precision; memory is bounded by the length."""
+    """Sums over the last `seconds`, in steps of a `MAX_BUCKETS`-th of it or a second."""
 
     def __init__(self, seconds: int) -> None:
         self.seconds = seconds
+        self._step = max(1, seconds // MAX_BUCKETS)
         self.looked_up = 0
         self.hit = 0
-        self._buckets: deque[list[int]] = deque()  # [second, looked_up, hit]
+        self._buckets: deque[list[int]] = deque()  # [its beginning, looked_up, hit]
 
     def add(self, now: float, looked_up: int, hit: int) -> None:
         """Record a lookup at time `now`."""
         self.expire(now)
-        second = int(now)
-        if not self._buckets or self._buckets[-1][0] != second:
-            self._buckets.append([second, 0, 0])
+        begin = int(now) // self._step * self._step
+        if not self._buckets or self._buckets[-1][0] != begin:
+            self._buckets.append([begin, 0, 0])
         self._buckets[-1][1] += looked_up
         self._buckets[-1][2] += hit
         self.looked_up += looked_up
@@ -65,7 +68,7 @@ class CacheStats:
         self.tokens_rehit = 0
         self.blocks_evicted = 0
         self.blocks_copied = 0
-        self.windows = {"1m": Window(60), "5m": Window(300)}
+        self.windows = {name: Window(seconds) for name, seconds in WINDOWS_S.items()}
         self.namespaces: OrderedDict[Namespace, NamespaceStats] = OrderedDict()
 
     def record_lookup(self, namespace: Namespace, num_tokens: int, num_hit: int) -> None:
@@ -88,7 +91,7 @@ class CacheStats:
         entry.tokens_hit += num_hit
 
     def window(self, name: str) -> tuple[int, int]:
-        """Return (tokens looked up, tokens hit) in the window "1m" or "5m"."""
+        """Return (tokens looked up, tokens hit) in one of the windows."""
         window = self.windows[name]
         window.expire(self._clock())
         return window.looked_up, window.hit

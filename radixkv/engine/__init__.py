@@ -10,6 +10,8 @@ from radixkv.engine.cache_control import PinReport
 from radixkv.engine.engine import Engine
 from radixkv.engine.explanations import RequestExplanation
 from radixkv.engine.histogram import HistogramData
+from radixkv.engine.request_progress import RequestProgress
+from radixkv.engine.session_cache import SessionKV, SessionPath, SessionUsage
 from radixkv.engine.stats import EngineHealth, EngineStats, namespace_label, namespace_of
 from radixkv.request import RequestOutput, RequestTimings, SamplingParams, TokenLogprob
 
@@ -23,9 +25,13 @@ __all__ = [
     "PinReport",
     "RequestExplanation",
     "RequestOutput",
+    "RequestProgress",
     "RequestStream",
     "RequestTimings",
     "SamplingParams",
+    "SessionKV",
+    "SessionPath",
+    "SessionUsage",
     "TokenLogprob",
     "namespace_label",
     "namespace_of",

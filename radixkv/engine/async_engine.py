@@ -20,6 +20,7 @@ from radixkv.engine.cache_control import CacheControl
 from radixkv.engine.engine import Engine, Output
 from radixkv.engine.explanations import RequestExplanation
 from radixkv.engine.grammar import Grammar
+from radixkv.engine.request_progress import RequestProgress
 from radixkv.engine.stats import EngineHealth, EngineStats, namespace_label
 from radixkv.errors import EngineClosedError, QueueFullError, RequestRejectedError
 from radixkv.request import GrammarSpec, Namespace, RequestOutput, RequestTimings, SamplingParams
@@ -231,7 +232,7 @@ class AsyncEngine:
 
         def add() -> None:
             try:
-                self.engine.add_request(
+                request = self.engine.add_request(
                     stream.request_id,
                     prompt,
                     params,
@@ -239,6 +240,7 @@ class AsyncEngine:
                     arrival=arrival,
                     grammar=grammar,
                 )
+                stream.timings = request.timings
             except Exception as error:  # its stream must end all the same
                 log.exception("request %s could not be added", stream.request_id)
                 self._send(_failures(stream, error))
@@ -264,6 +266,14 @@ class AsyncEngine:
         """Return a consistent snapshot; waits for the bookkeeping of a step at most."""
         with self._lock:
             return self.engine.stats()
+
+    def progress(self) -> dict[str, RequestProgress]:
+        """Return how far each live request has come, by its name; waits as `stats` does.
+
+        Requests that the engine's thread has not yet seen are left out.
+        """
+        with self._lock:
+            return {r.request_id: RequestProgress.of(r) for r in self.engine.requests.values()}
 
     def health(self) -> EngineHealth:
         """Return whether the engine is fit to answer. Never blocks."""

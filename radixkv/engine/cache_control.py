@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from radixkv.cache import RadixCache
 from radixkv.cache.pins import Pin
 from radixkv.cache.radix_tree import Node
+from radixkv.engine.session_cache import (
+    SessionKV,
+    SessionUsage,
+    release_session,
+    session_usage,
+)
 from radixkv.errors import RequestRejectedError
 from radixkv.request import Namespace, check_pin_ttl
 
@@ -21,6 +28,7 @@ __all__ = ["CacheControl", "PinReport", "pin_computed"]
 
 T = TypeVar("T")
 
+USAGE_BATCH = 32  # conversations looked up between two steps
 REQUEST = "request "  # a source that begins so is a request's `cache_pin_ttl`
 
 
@@ -128,6 +136,21 @@ class CacheControl:
             return freed
 
         return await self._call(work)
+
+    async def session_usage(self, sessions: Sequence[SessionKV]) -> list[SessionUsage]:
+        """Return what conversations have cached; a few are looked up between two steps."""
+        usage: list[SessionUsage] = []
+        for start in range(0, len(sessions), USAGE_BATCH):
+            part = sessions[start : start + USAGE_BATCH]
+            usage += await self._call(partial(self._usage, part))
+        return usage
+
+    async def release_session(self, session: SessionKV) -> int:
+        """Free what only this conversation uses, see `release_session`; return how many blocks."""
+        return await self._call(lambda: release_session(self._engine, session))
+
+    def _usage(self, sessions: Sequence[SessionKV]) -> list[SessionUsage]:
+        return [session_usage(self._engine, session) for session in sessions]
 
 
 def pin_computed(

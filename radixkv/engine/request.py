@@ -65,7 +65,6 @@ class EngineRequest:
         self.status = Status.WAITING
         self.num_cached_tokens: int | None = None
         self.num_cached_by_tier: dict[str, int] = {}
-        self.num_preemptions = 0
         self.timings = RequestTimings(arrival=arrival)
         self.branches = [Branch(self, sequence)]
         self.live = list(self.branches)
@@ -77,6 +76,11 @@ class EngineRequest:
     def namespace(self) -> Namespace:
         """What it shares KV with."""
         return self.branches[0].sequence.namespace
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often it was preempted."""
+        return self.timings.num_preemptions
 
     @property
     def width(self) -> int:

@@ -151,7 +151,12 @@ class Scheduler:
         return {
             "policy": self.options.policy,
             "num_following": self.admission.leaders.num_followers,
+            "limits": {
+                "max_num_batched_tokens": self.max_num_batched_tokens,
+                "max_num_seqs": self.admission.max_num_seqs,
+            },
             "step_cost_s": None if costs is None else dict(zip(names, costs, strict=True)),
+            "step_cost_mean_ratio": self.step_cost.mean_ratio,
             "speculation": self.speculator.stats() if self.speculator is not None else {},
             "swap": self.swap.stats() if self.swap is not None else {},
         }
@@ -223,7 +228,7 @@ class Scheduler:
             branch.sequence.free()
         self.admission.stop(request)
         request.status = Status.WAITING
-        request.num_preemptions += 1
+        request.timings.num_preemptions += 1
         self.num_preemptions += 1
         kept = self.swap is not None and request.order in self.swap
         self.preemptions_by_mode["swap" if kept else "recompute"] += 1

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -151,11 +152,26 @@ class Tiering:
         """Forget a namespace's blocks in every tier, and what is being read. Cost: O(blocks)."""
         seed = namespace_seed(namespace, self.cache.tree.digest)
 
-        def matches(label: bytes) -> bool:
-            return label.startswith(seed)
+        self._drop(lambda label: label.startswith(seed))
 
+    def drop_path(self, namespace: Namespace, tokens: bytes, first: int) -> None:
+        """Forget the whole blocks of a prompt from block `first` on. Cost: O(blocks held).
+
+        Args:
+            namespace: of the prompt.
+            tokens: int32 ids from its start, little-endian.
+            first: blocks before it stay.
+        """
+        tree = self.cache.tree
+        whole = tokens[: len(tokens) // tree.block_bytes * tree.block_bytes]
+        blocks = prompt_blocks(tree, namespace, whole, None)
+        labels = {label for _, label in islice(blocks, first, None)}
+        if labels:
+            self._drop(labels.__contains__)
+
+    def _drop(self, matches: Callable[[bytes], bool]) -> None:
         if self._fetch is not None:
-            self.forget(self._fetch[0])  # perhaps for a request of this namespace
+            self.forget(self._fetch[0])  # perhaps of one of these blocks
         self._evicted = [item for item in self._evicted if not matches(item[1])]
         if self.host is not None:
             self.host.discard(matches)

@@ -53,3 +53,18 @@ def test_match_prefix_alone_counts_nothing() -> None:
     sequence = cache.create_sequence([1, 2, 3])
     sequence.reuse()
     assert (cache.stats.requests, cache.stats.tokens_looked_up) == (0, 0)
+
+
+def test_hour_is_kept_in_few_steps_and_forgotten_after_it() -> None:
+    now = [0.0]
+    stats = CacheStats(lambda: now[0])
+    for second in range(3600):
+        now[0] = float(second)
+        stats.record_lookup((), 1, 0)
+    assert stats.window("1h") == (3600, 0)
+    assert len(stats.windows["1h"]._buckets) <= 301
+    now[0] = 5400.0
+    looked_up, _ = stats.window("1h")
+    assert 1780 <= looked_up <= 1800
+    now[0] = 7200.0
+    assert stats.window("1h") == (0, 0)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import json
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from dashboard_tools import busy as busy
+from dashboard_tools import driver as driver
+from dashboard_tools import page as page
 
 from radixkv.config import ServeConfig
 from radixkv.engine import Engine
 from radixkv.engine.factory import BuiltEngine, assemble_engine
 from radixkv.model.loader import LoadedModel, load_model
+from radixkv.server import ServerConfig, create_app, run_server
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +44,32 @@ def build(default_model: LoadedModel) -> Callable[..., BuiltEngine]:
 @pytest.fixture
 def engine(build: Callable[..., BuiltEngine]) -> Engine:
     return build().engine.engine
+
+
+@pytest.fixture(scope="session")
+def live_url(build: Callable[..., BuiltEngine]) -> Iterator[str]:
+    """The base URL of a server with a thread of its own, for clients that have theirs."""
+    started = threading.Event()
+    urls: list[str] = []
+    loops: list[asyncio.AbstractEventLoop] = []
+    stop = asyncio.Event()
+
+    def ready(url: str) -> None:
+        urls.append(url)
+        started.set()
+
+    async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
+        app = create_app(build().engine, ServerConfig())
+        await run_server(app, port=0, on_ready=ready, stop=stop)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="live-server")
+    thread.start()
+    try:
+        assert started.wait(60)
+        yield urls[0]
+        with urllib.request.urlopen(f"{urls[0]}/admin/check", timeout=30) as answer:
+            assert json.load(answer) == {"ok": True}
+    finally:
+        loops[0].call_soon_threadsafe(stop.set)
+        thread.join(30)

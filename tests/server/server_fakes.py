@@ -15,7 +15,13 @@ from typing import Any
 
 from aiohttp import ClientResponse
 
-from radixkv.engine import EngineHealth, EngineStats
+from radixkv.engine import (
+    EngineHealth,
+    EngineStats,
+    RequestProgress,
+    SessionKV,
+    SessionUsage,
+)
 from radixkv.errors import (
     CacheCorruptionError,
     ContextLengthError,
@@ -170,6 +176,16 @@ class FakeStream:
         )
 
 
+class FakeControl:
+    """Of an engine without a cache: conversations hold nothing in it."""
+
+    async def session_usage(self, sessions: Sequence[SessionKV]) -> list[SessionUsage]:
+        return [SessionUsage() for _ in sessions]
+
+    async def release_session(self, session: SessionKV) -> int:
+        return 0
+
+
 class FakeEngine:
     """Answers with `script` (token ids) and then letters that hash the whole history.
 
@@ -191,6 +207,7 @@ class FakeEngine:
         step_s: float = 0.0,
     ) -> None:
         self.tokenizer = tokenizer or FakeTokenizer()
+        self.control = FakeControl()
         self.max_model_len = max_model_len
         self.max_running, self.max_waiting, self.step_s = max_running, max_waiting, step_s
         self.script: list[int] = []
@@ -245,6 +262,7 @@ class FakeEngine:
             raise QueueFullError("too many requests wait", retry_after_s=1.5)
         stream = FakeStream(self, list(prompt_token_ids), params)
         stream.namespace = namespace
+        stream.request_id = request_id or stream.request_id
         self.waiting.append(stream)
         self.submitted.append(stream)
         return stream
@@ -331,6 +349,12 @@ class FakeEngine:
             num_running=len(self.running),
             num_waiting=len(self.waiting),
         )
+
+    def progress(self) -> dict[str, RequestProgress]:
+        waiting = {s.request_id: RequestProgress("waiting", None, 0) for s in self.waiting}
+        return waiting | {
+            s.request_id: RequestProgress("decode", s.cached, len(s.out)) for s in self.running
+        }
 
     def stats(self) -> EngineStats:
         looked_up, hit = self.counts["looked_up"], self.counts["hit"]

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 from server_fakes import FakeEngine
 
+from radixkv import cli
+from radixkv.config import load_config
 from radixkv.errors import ConfigError
-from radixkv.server import ServerConfig
+from radixkv.server import ServerConfig, run_server
 from radixkv.server.auth import make_namespace
 
 KEY = "sk-test-1"
@@ -107,6 +111,9 @@ async def test_access_log_has_no_text_of_prompts(
     "options",
     [
         {"api_key": ""},
+        {"admin_api_key": " "},
+        {"max_connections": 0},
+        {"keepalive_timeout_s": 0.0},
         {"max_body_bytes": 0},
         {"request_timeout_s": -1.0},
         {"max_stream_stall_s": float("nan")},
@@ -117,3 +124,30 @@ async def test_access_log_has_no_text_of_prompts(
 def test_bad_option_is_refused_by_name(options: Any) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         ServerConfig(**options)
+
+
+def test_options_of_the_command_line_reach_the_server(tmp_path: Path) -> None:
+    file = tmp_path / "radixkv.toml"
+    file.write_text('cors-origins = ["https://a.example", "https://b.example"]\n')
+    given = {
+        "api_keys": "keys.toml",
+        "admin_api_key": "sk-admin",
+        "allowed_hosts": "a.example, b.example",
+        "max_connections": "77",
+        "keepalive_timeout": "7",
+        "body_timeout": "8",
+        "stall_timeout": "9",
+    }
+    config = cli._server_config(load_config(given, config_file=str(file), environ={}))
+    assert config.api_keys == Path("keys.toml")
+    assert config.admin_api_key == "sk-admin"
+    assert config.cors_origins == ("https://a.example", "https://b.example")
+    assert config.allowed_hosts == ("a.example", "b.example")
+    assert (config.max_connections, config.keepalive_timeout_s) == (77, 7.0)
+    assert (config.body_timeout_s, config.max_stream_stall_s) == (8.0, 9.0)
+
+
+def test_the_server_listens_on_loopback_unless_told_otherwise() -> None:
+    assert load_config({}, environ={}).host == "127.0.0.1"
+    signature = inspect.signature(run_server)
+    assert signature.parameters["host"].default == "127.0.0.1"

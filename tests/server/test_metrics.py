@@ -8,52 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import make_engine
+from metrics_helpers import BODY, full_engine
 from prometheus_client.parser import text_string_to_metric_families
-from server_fakes import END, STOP, FakeEngine, FakeTokenizer
-from tiering_helpers import open_disk
+from server_fakes import FakeEngine
 
-from radixkv.engine import AsyncEngine, EngineStats, HistogramData
-from radixkv.engine.kv_events import KVEventStream
-from radixkv.engine.scheduler import SchedulingOptions
+from radixkv.engine import EngineStats, HistogramData
 from radixkv.server.admin_engine import engine_report
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-BODY = {"max_tokens": 12, "ignore_eos": True, "temperature": 0}
-
-
-class Publisher:
-    """Publishes to nobody."""
-
-    published = dropped = replayed = 0
-
-    def publish(self, events: Any) -> None:
-        self.published += 1
-
-    def add(self, event: Any) -> None:
-        self.published += 1
-
-    def close(self) -> None:
-        self.published = 0
 
 
 @pytest.fixture
 async def client(make_client: Any, tmp_path: Any) -> Any:
     """A server with all that has metrics: tiers, swap, speculation and events."""
-    engine = make_engine(
-        16,
-        16,
-        max_num_batched_tokens=64,
-        eos_token_ids=(END, STOP),
-        host_blocks=2,
-        disk=open_disk(tmp_path, block_size=16),
-        swap_blocks=32,
-        scheduling=SchedulingOptions(speculative_tokens=4, preemption_mode="swap"),
-    )
-    tokenizer = FakeTokenizer()
-    engine.tokenizer = tokenizer
-    engine.kv_events = KVEventStream(engine.cache, Publisher(), engine.tiers)  # type: ignore[arg-type]
-    return await make_client(AsyncEngine(engine, tokenizer, model_name="real"))  # type: ignore[arg-type]
+    return await make_client(full_engine(tmp_path))
 
 
 async def ask(client: Any, **body: Any) -> Any:

@@ -165,7 +165,7 @@ async def test_text_format_reaches_the_grammar(api: Any, engine: FakeEngine) -> 
         ({"input": "a", "tool_choice": "required"}, "tool_choice"),
         ({"input": "a", "max_output_tokens": 10**30}, "max_output_tokens"),
         ({"input": "a", "user": {"n": 10**30}}, "user"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
         ({"input": [{"role": "banana", "content": "x"}]}, "input[0].role"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
@@ -208,7 +208,8 @@ async def test_empty_answer_has_an_empty_message(api: Any, engine: FakeEngine) -
 
 def stored(name: str, chars: int, tenant: str = "") -> StoredResponse:
     namespace = (tenant, "") if tenant else ()
-    return StoredResponse(namespace, {"id": name}, [], [Message(role="user")], chars)
+    body = {"id": name, "output": []}
+    return StoredResponse(namespace, body, [], [Message(role="user")], chars)
 
 
 def test_store_is_bounded_by_number_and_size() -> None:
@@ -232,3 +233,36 @@ def test_store_shows_a_response_to_its_tenant_alone() -> None:
     assert store.get("a", "t", "x").id == "a"
     with pytest.raises(Exception, match="no response"):
         store.get("a", "", "x")
+
+
+def test_store_finds_items_of_the_same_tenant_until_their_response_goes() -> None:
+    store = ResponseStore(max_responses=2)
+    for tenant in ("t", "u"):
+        body = {"id": tenant, "output": [{"id": "msg", "of": tenant}]}
+        store.put(StoredResponse((tenant, ""), body, [{"id": f"in_{tenant}"}], [], 1))
+    assert store.item("msg", "t", "x")["of"] == "t"
+    assert store.item("in_u", "u", "x") == {"id": "in_u"}
+    for item, tenant in (("in_u", "t"), ("msg", "")):
+        with pytest.raises(Exception, match="no item"):
+            store.item(item, tenant, "x")
+    store.delete(store.get("u", "u", "x"))
+    store.put(StoredResponse((), {"id": "a", "output": []}, [], [], 1))
+    store.put(StoredResponse((), {"id": "b", "output": []}, [], [], 1))
+    for tenant in ("t", "u"):
+        with pytest.raises(Exception, match="no item"):
+            store.item("msg", tenant, "x")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_are_those_of_the_text_and_not_of_calls(
+    api: Any, engine: FakeEngine, stream: bool
+) -> None:
+    say(engine, f"Hé{ADD}")
+    fields: Any = {"model": "fake", "input": "a", "tools": TOOLS, "top_logprobs": 1}
+    response = await api.responses.create(**fields, stream=stream)
+    if stream:
+        response = [event async for event in response][-1].response
+    text, call = response.output
+    spelled = b"".join(bytes(entry.bytes) for entry in text.content[0].logprobs)
+    assert spelled == "Hé".encode()
+    assert call.name == "add"
