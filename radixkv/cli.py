@@ -77,9 +77,7 @@ def serve(config: str | None = None, **options: Any) -> None:
         endpoint = settings.otlp_traces_endpoint
         tracer = None if endpoint is None else build_tracer(endpoint)
         server_config = _server_config(settings)
-        keys = KeyRing(
-            server_config.api_key, server_config.admin_api_key, server_config.api_keys
-        )
+        keys = KeyRing(server_config.api_key, server_config.admin_api_key, server_config.api_keys)
         session_db = None if settings.session_db is None else SessionDb(settings.session_db)
         with console.status("loading the model"):
             quotas = namespace_quotas(

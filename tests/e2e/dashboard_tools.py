@@ -199,9 +199,10 @@ class Page:
         return found
 
     def until_text(self, selector: str, wanted: str) -> None:
-        """Wait until an element shows a text."""
+        """Wait until an element is there to be seen and shows a text."""
         self.until(
-            "document.querySelector(arguments[0])?.innerText.includes(arguments[1])",
+            "[...document.querySelectorAll(arguments[0])].slice(0, 1).some((one) =>"
+            " one.checkVisibility() && one.innerText.includes(arguments[1]))",
             selector,
             wanted,
         )
