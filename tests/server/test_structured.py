@@ -72,7 +72,9 @@ def text_of(choice: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize(("fields", "check"), WAYS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("fields", "check"), WAYS, ids=lambda value: getattr(value, "__name__", str(value)[:40])
+)
 async def test_answers_have_the_form_asked_for(
     client: Any, route: str, fields: dict[str, Any], check: Any
 ) -> None:
