@@ -72,8 +72,10 @@ def test_two_tool_loop_of_a_client_with_its_own_history_hits_all_it_computed(
 
 
 def test_a_stored_response_goes_on_and_hits_all_it_computed(respond: Any) -> None:
-    first = respond("Say hello.")
-    second = respond("Say more.", previous_response_id=first.id)
+    # Others' conversations go on after the same answer, and more of this one could be found there.
+    own = {"cache_salt": "stored"}
+    first = respond("Say hello.", extra_body=own)
+    second = respond("Say more.", previous_response_id=first.id, extra_body=own)
     assert second.previous_response_id == first.id
     cached = second.usage.input_tokens_details.cached_tokens
     assert cached == first.usage.input_tokens + first.usage.output_tokens - 1
