@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,10 @@ if not torch.cuda.is_available():
 
 from radixkv.errors import ConfigError
 from radixkv.model.pull import ensure_default_model
+
+# A shell that starts pytest in the background has it ignore Ctrl-C, and with it all it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

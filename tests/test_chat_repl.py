@@ -102,15 +102,15 @@ class Terminal:
         before, _, self._shown = self._shown.partition(text)
         return before
 
-    def interrupt(self) -> None:
-        """Press Ctrl-C at the prompt, until there is a new one."""
+    def interrupt(self, text: str = "> ") -> None:
+        """Press Ctrl-C until it shows, at the prompt by a new one."""
         # Python doesn't see a signal that comes just before it waits for a key, but the next one.
         for _ in range(30):
             self.type("\x03")
             with contextlib.suppress(AssertionError):
-                self.see("> ", wait_s=1)
+                self.see(text, wait_s=1)
                 return
-        raise AssertionError("Ctrl-C gives no new prompt")
+        raise AssertionError(f"Ctrl-C does not show {text!r}")
 
     def end(self) -> int:
         """Press Ctrl-D; return the exit code."""
@@ -177,8 +177,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     say(server.engine, "word " * 500)
     terminal.type("hello\r")
     terminal.see("word word")
-    terminal.type("\x03")
-    terminal.see("the turn is not kept")
+    terminal.interrupt("the turn is not kept")
     terminal.see("> ")
     say(server.engine, "Short.")
     terminal.type("again\r")
