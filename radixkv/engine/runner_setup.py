@@ -68,7 +68,6 @@ class RunnerSetup:
             decoder.device,
             k_scale=None if self.scales is None else self.scales.k,
             v_scale=None if self.scales is None else self.scales.v,
-            k_offset=None if self.scales is None else self.scales.k_offset,
         )
         attention = build_attention(self.attention, pool, config, decoder.dtype)
         return ModelRunner(decoder, pool, attention)

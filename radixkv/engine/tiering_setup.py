@@ -95,7 +95,7 @@ def kv_fingerprint(loaded: LoadedModel, config: ServeConfig, pool: KVPool) -> by
         elif file.name == "config.json":
             parts.append(hashlib.sha256(file.read_bytes()).hexdigest())
     parts.append((str(pool.dtype), tuple(pool.data.shape[:2]), tuple(pool.data.shape[3:])))
-    for scales in (pool.k_scales, pool.v_scales, pool.k_offsets):
+    for scales in (pool.k_scales, pool.v_scales):
         if scales is not None:
             data = torch.stack(scales).cpu().numpy().tobytes()
             parts.append(hashlib.sha256(data).hexdigest())

@@ -37,8 +37,6 @@ class KVPool:
             head_dim]`, indexed by slot (`block_id * block_size + offset`).
         k_scales, v_scales: per layer, float32 `[num_kv_heads, head_dim]`, what a stored number is
             multiplied by; None unless the dtype is one of `QUANTISED_DTYPES`.
-        k_offsets: per layer, float32 `[num_kv_heads, head_dim]`, what is taken off K before it is
-            stored, see `centred`; None is nothing.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class KVPool:
         *,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
-        k_offset: torch.Tensor | None = None,
         kernels: Kernels | None = None,
     ) -> None:
         """Allocate a pool of zeros.
@@ -64,7 +61,6 @@ class KVPool:
             device: where K and V lie.
             k_scale, v_scale: float32 `[num_layers, num_kv_heads, head_dim]`, needed with a
                 quantised dtype and meant for no other.
-            k_offset: of the same shape and dtype; only with a quantised dtype.
             kernels: copy blocks; None is what the device has, none on a CPU.
 
         Raises:
@@ -80,9 +76,6 @@ class KVPool:
         self.device = torch.device(device)
         self.k_scales = self._scales("k_scale", k_scale)
         self.v_scales = self._scales("v_scale", v_scale)
-        self.k_offsets: list[torch.Tensor] | None = None
-        if k_offset is not None:
-            self.k_offsets = self._scales("k_offset", k_offset)
         if kernels is None and self.device.type != "cpu":
             from radixkv.model.triton_kernels import load_kernels
 
@@ -110,16 +103,6 @@ class KVPool:
     def nbytes(self) -> int:
         """Bytes of the pool."""
         return self.data.nbytes
-
-    def centred(self, layer: int, key: torch.Tensor) -> torch.Tensor:
-        """Return K (`[tokens, num_kv_heads, head_dim]`) without what all keys have in common.
-
-        That changes all scores of a query by the same amount, and so no attention weight: nothing
-        ever has to put it back.
-        """
-        if self.k_offsets is None:
-            return key
-        return (key.float() - self.k_offsets[layer]).to(key.dtype)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers, for (source, destination) pairs, in one call.

@@ -93,7 +93,7 @@ class KVStaging:
         """Return new K and V (`[tokens, num_kv_heads, head_dim]`) as the pool stores them."""
         dtype = self._pool.dtype
         return (
-            quantize(self._pool.centred(layer, key), self._k_scales[layer], dtype),
+            quantize(key, self._k_scales[layer], dtype),
             quantize(value, self._v_scales[layer], dtype),
         )
 

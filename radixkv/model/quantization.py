@@ -9,10 +9,8 @@ import numpy as np
 import torch
 
 from radixkv.model.attention import AttentionBackend, AttentionMetadata
-from radixkv.model.config import ModelConfig
 from radixkv.model.decoder import Decoder
 from radixkv.model.kv_pool import KVPool
-from radixkv.model.rope import inverse_frequencies
 from radixkv.model.tokenizer import TokenizerLike
 
 __all__ = [
@@ -32,7 +30,6 @@ _LIMITS = {torch.int8: (-128.0, 127.0), torch.float8_e4m3fn: (-448.0, 448.0)}
 _MARGIN = 1.25
 _BLOCK_SIZE = 16
 _MAX_TOKENS = 512
-_MAX_POSITIONS = 8192
 _TINY = 1e-6
 
 CALIBRATION_TEXTS = (
@@ -58,16 +55,14 @@ CALIBRATION_TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """What stored K and V are multiplied by, and what is taken off K before.
+    """What stored K and V are multiplied by.
 
     Attributes:
         k, v: float32 `[num_layers, num_kv_heads, head_dim]`.
-        k_offset: of the same shape, see `KVPool.centred`; None takes nothing off.
     """
 
     k: torch.Tensor
     v: torch.Tensor
-    k_offset: torch.Tensor | None = None
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -104,12 +99,6 @@ def calibrate_kv(
     the length of the pair, which no position changes. So a range that was seen at position 100
     holds at position 8,000.
 
-    A float8 is off by a fraction of the number it stands for, so the mean of K over tokens, which
-    is large in some channels and means nothing to attention, costs precision in all keys. For
-    float8 it is taken off, as far as it is the same at all positions: the mean before the rotation,
-    rotated to each of the first 8,192 positions and averaged; what turns fast averages to nothing.
-    An int8 is off by the same amount wherever in its range, which this would make wider.
-
     Args:
         decoder: the model, which is run on each sequence.
         sequences: tokens, of each the first 512 (or as many as the model has positions).
@@ -131,25 +120,18 @@ def calibrate_kv(
         decoder.dtype,
         decoder.device,
     )
-    ranges = _Ranges(build_attention(pool), config)
+    ranges = _Ranges(build_attention(pool))
     with torch.inference_mode():
         for chunk in chunks:
             ranges.run_alone(decoder, chunk)
     highest = _LIMITS[dtype][1]
-    k_offset = None
-    if dtype.is_floating_point:
-        k_offset = _lasting(ranges.mean_key(), config, min(decoder.max_positions, _MAX_POSITIONS))
-        ranges.k += _pair_lengths(k_offset)
-    return KVScales(_scales(ranges.k, highest), _scales(ranges.v, highest), k_offset)
+    return KVScales(*(_scales(seen, highest) for seen in (ranges.k, ranges.v)))
 
 
 class _Ranges(AttentionBackend):
-    """Passes everything on to another backend, and keeps the largest K and V of each channel.
+    """Passes everything on to another backend, and keeps the largest K and V of each channel."""
 
-    It also sums up K before its rotation.
-    """
-
-    def __init__(self, inner: AttentionBackend, config: ModelConfig) -> None:
+    def __init__(self, inner: AttentionBackend) -> None:
         super().__init__(
             inner.pool,
             num_heads=inner.num_heads,
@@ -161,14 +143,6 @@ class _Ranges(AttentionBackend):
         shape = (inner.pool.num_layers, inner.num_kv_heads, inner.head_dim)
         self.k = torch.zeros(shape, device=inner.pool.device)
         self.v = torch.zeros(shape, device=inner.pool.device)
-        self._sum = torch.zeros(shape, device=inner.pool.device)
-        self._count = 0
-        self._config = config
-        self._angles = torch.empty(0)
-
-    def mean_key(self) -> torch.Tensor:
-        """Return the mean of K before its rotation, `[num_layers, num_kv_heads, head_dim]`."""
-        return self._sum / self._count
 
     def run_alone(self, decoder: Decoder, token_ids: Sequence[int]) -> None:
         """Run the decoder on one sequence."""
@@ -181,9 +155,6 @@ class _Ranges(AttentionBackend):
             slot_mapping=positions,
         )
         inputs = (np.array(token_ids, dtype=np.int64), positions, positions[-1:])
-        frequencies, _ = inverse_frequencies(self._config)
-        self._angles = (torch.arange(count)[:, None, None] * frequencies).to(self.pool.device)
-        self._count += count
         ids, where, rows = self._inner.plan_step(metadata, inputs)
         decoder.forward(ids, where, self, rows)
 
@@ -193,34 +164,11 @@ class _Ranges(AttentionBackend):
     def run(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        self.k[layer] = torch.maximum(self.k[layer], _pair_lengths(key.float()).amax(0))
-        self._sum[layer] += _rotate(key.float(), -self._angles).sum(0)
+        first, second = key.float().chunk(2, dim=-1)
+        pairs = torch.hypot(first, second).amax(0)
+        self.k[layer] = torch.maximum(self.k[layer], torch.cat((pairs, pairs), dim=-1))
         self.v[layer] = torch.maximum(self.v[layer], value.abs().amax(0).float())
         return self._inner.run(layer, query, key, value)
-
-
-def _pair_lengths(key: torch.Tensor) -> torch.Tensor:
-    """Return the length of the pair that each channel of `key` (`[..., dim]`) is rotated in."""
-    pairs = torch.hypot(*key.chunk(2, dim=-1))
-    return torch.cat((pairs, pairs), dim=-1)
-
-
-def _rotate(key: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Return `key` (`[..., dim]`) with its pairs turned by `angles` (`[..., dim / 2]`)."""
-    return _turn(key, angles.cos(), angles.sin())
-
-
-def _turn(key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = key.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def _lasting(mean: torch.Tensor, config: ModelConfig, num_positions: int) -> torch.Tensor:
-    """Return the average over positions of `mean` (`[layers, heads, dim]`) rotated to each."""
-    frequencies, _ = inverse_frequencies(config)
-    angles = torch.arange(num_positions)[:, None] * frequencies
-    cos, sin = (wave.mean(0).to(mean.device) for wave in (angles.cos(), angles.sin()))
-    return _turn(mean, cos, sin)
 
 
 def _scales(ranges: torch.Tensor, highest: float) -> torch.Tensor:

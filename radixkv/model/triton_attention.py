@@ -283,7 +283,6 @@ class TritonAttention(AttentionBackend):
         scales: dict[str, torch.Tensor] = {}
         if pool.k_scales is not None and pool.v_scales is not None:
             scales = {"k_scale": pool.k_scales[layer], "v_scale": pool.v_scales[layer]}
-        key = pool.centred(layer, key)
         self.kernels.write_kv(key, value, k_pool, v_pool, step.slot_mapping, **scales)
         decodes = step.decodes
         if decodes is not None and decodes.rows is None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 from model_fakes import tiny_hf_model
-from triton_cases import make_backend
 
 from radixkv.errors import ConfigError
 from radixkv.kernels.reference import paged_attention
 from radixkv.model import quantized_linear
-from radixkv.model.attention import AttentionBackend, AttentionMetadata, PrefixGroup
+from radixkv.model.attention import AttentionMetadata, PrefixGroup
 from radixkv.model.backends import build_attention
 from radixkv.model.config import ModelConfig
 from radixkv.model.cpu_attention import CpuAttention
@@ -29,7 +27,6 @@ from radixkv.model.weights import load_weights
 CPU = torch.device("cpu")
 KV_DTYPES = [torch.int8, torch.float8_e4m3fn]
 LAYERS, BLOCK_SIZE, HEADS, KV_HEADS, DIM = 2, 4, 6, 2, 16
-SHAPES = (HEADS, KV_HEADS, KV_HEADS)  # of query, key and value
 
 
 def factors(
@@ -369,97 +366,3 @@ def test_scales_cover_what_was_seen_wherever_it_stands(tmp_path: Path, dtype: to
         assert (value.abs() <= scales.v[0] * highest).all()
     # And they are no wider than the margin: some channel comes near its end.
     assert (seen[0][1].abs().amax(0) / scales.v[0] / highest).max() > 0.5
-
-
-def test_float8_keys_are_stored_without_their_lasting_mean(tmp_path: Path) -> None:
-    """Brute force: the mean of what the pool would hold if the texts stood at every position."""
-    decoder = tiny_decoder(tmp_path)
-    config = decoder.config
-    text = [5, 9, 80, 33, 2, 41]
-
-    def build(pool: KVPool) -> Any:
-        return build_attention("cpu", pool, config, torch.float32)
-
-    assert calibrate_kv(decoder, [text], torch.int8, build).k_offset is None
-    offset = calibrate_kv(decoder, [text], torch.float8_e4m3fn, build).k_offset
-    assert offset is not None
-    # The first layer's K depend on the token and its position alone.
-    count = decoder.max_positions
-    pool = KVPool(3, count, 1, 2, 16, torch.float32)
-    backend = build(pool)
-    positions = np.arange(count, dtype=np.int64)
-    metadata = AttentionMetadata(
-        query_start_loc=np.array([0, count], dtype=np.int32),
-        seq_lens=np.array([count], dtype=np.int32),
-        block_tables=(positions.astype(np.int32),),
-        slot_mapping=positions,
-    )
-    keys = []
-    for token in text:
-        backend.plan(metadata)
-        with torch.inference_mode():
-            ids = torch.full((count,), token)
-            decoder.forward(ids, torch.from_numpy(positions), backend, torch.tensor([0]))
-        keys.append(pool.k_slots[0].clone())
-    wanted = torch.cat(keys).mean(0)
-    torch.testing.assert_close(offset[0], wanted, atol=1e-5, rtol=1e-4)
-    assert wanted.abs().max() > 0.1
-
-
-@pytest.mark.parametrize("attention", ["cpu", "triton"])
-def test_an_offset_of_keys_changes_no_attention(attention: str) -> None:
-    """All of a query's scores change alike, over the pool and over the step's own tokens."""
-    gen = torch.Generator().manual_seed(1)
-    offset = torch.randint(-4, 5, (LAYERS, KV_HEADS, 64), generator=gen).float()
-    ones = torch.ones_like(offset)
-    # Whole numbers up to 16 are stored exactly, with and without the offset.
-    steps = [
-        tuple(torch.randint(-8, 9, (count, heads, 64), generator=gen).float() for heads in SHAPES)
-        for count in (9, 6, 1)
-    ]
-    outputs = []
-    for k_offset in (None, offset):
-        pool = KVPool(
-            LAYERS, 2, 8, KV_HEADS, 64, torch.float8_e4m3fn,
-            k_scale=ones, v_scale=ones, k_offset=k_offset,
-        )  # fmt: skip
-        backend = build_backend(attention, pool)
-        outputs.append(torch.cat(list(run_steps(backend, steps))))
-        taken = 0 if k_offset is None else offset[1]
-        assert torch.equal(pool.k_slots[1][:9].float(), steps[0][1] - taken)
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
-
-
-def run_steps(
-    backend: AttentionBackend, steps: list[tuple[torch.Tensor, ...]]
-) -> Iterator[torch.Tensor]:
-    """Append the tokens of each step to one sequence; yield the second layer's outputs."""
-    length = 0
-    for query, key, value in steps:
-        positions = np.arange(length, length + len(query), dtype=np.int64)
-        length += len(query)
-        metadata = AttentionMetadata(
-            query_start_loc=np.array([0, len(query)], dtype=np.int32),
-            seq_lens=np.array([length], dtype=np.int32),
-            block_tables=(np.arange(2, dtype=np.int32),),
-            slot_mapping=positions,
-        )
-        backend.plan_step(metadata, (positions, positions, positions))
-        yield backend.run(1, query / 8, key, value)
-
-
-def build_backend(attention: str, pool: KVPool) -> AttentionBackend:
-    if attention == "triton":
-        return make_backend(pool, HEADS, query_dtype=torch.float32)
-    return CpuAttention(
-        pool, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=64, scale=0.125,
-        query_dtype=torch.float32,
-    )  # fmt: skip
-
-
-def test_an_offset_is_refused_for_a_plain_pool() -> None:
-    with pytest.raises(ValueError, match=r"k_offset is not meant for a pool of torch\.float32"):
-        KVPool(
-            LAYERS, 2, BLOCK_SIZE, KV_HEADS, DIM, torch.float32,
-            k_offset=torch.zeros(LAYERS, KV_HEADS, DIM),
-        )  # fmt: skip
