@@ -102,7 +102,7 @@ def serve(config: str | None = None, **options: Any) -> None:
             f"{built.kv_dtype}, {format_bytes(built.bytes_per_block)} each, "
             f"{format_bytes(built.kv_bytes)} in all; "
             f"up to {engine.max_model_len} tokens a request\n"
-            f"Listening on [bold]{url}[/bold] (cache report: {url}/admin/cache). Try:\n",
+            f"Listening on [bold]{url}[/bold] (dashboard: {url}/admin/). Try:\n",
             highlight=False,
             soft_wrap=True,
         )
