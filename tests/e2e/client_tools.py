@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from jsonschema import Draft202012Validator
+from pydantic import BaseModel
 
 MODEL = "SmolLM2-135M-Instruct"
 ASK = "How warm is it in Lima, and what is 2 + 3?"
@@ -32,6 +33,13 @@ ANTHROPIC_TOOLS: list[Any] = [
     {"name": f["name"], "description": f["description"], "input_schema": f["parameters"]}
     for f in FUNCTIONS
 ]
+
+
+class Report(BaseModel):
+    """What a report says."""
+
+    city: Literal["Lima", "Paris"]
+    sunny: bool
 
 
 class Tools:

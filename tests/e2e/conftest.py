@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import openai
 import pytest
 from dashboard_tools import busy as busy
 from dashboard_tools import driver as driver
@@ -73,3 +74,10 @@ def live_url(build: Callable[..., BuiltEngine]) -> Iterator[str]:
     finally:
         loops[0].call_soon_threadsafe(stop.set)
         thread.join(30)
+
+
+@pytest.fixture
+def api(live_url: str) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of the server at `live_url`."""
+    with openai.OpenAI(base_url=f"{live_url}/v1", api_key="none", max_retries=0) as api:
+        yield api

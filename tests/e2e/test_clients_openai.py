@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import pytest
-from client_tools import ASK, CHAT_TOOLS, MODEL, Tools
-from pydantic import BaseModel
+from client_tools import ASK, CHAT_TOOLS, MODEL, Report, Tools
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(240)]
 
@@ -25,19 +23,6 @@ STEPS: list[Any] = [
     },
     "none",
 ]
-
-
-class Report(BaseModel):
-    """What a report says."""
-
-    city: Literal["Lima", "Paris"]
-    sunny: bool
-
-
-@pytest.fixture
-def api(live_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{live_url}/v1", api_key="none", max_retries=0) as api:
-        yield api
 
 
 @pytest.fixture
